@@ -1,0 +1,50 @@
+"""``paceline learn``: a learner on its own, for another process."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from rlcore.errors import PacelineError
+from rlcore.home import Home
+from rlcore.log import get_logger, setup_logging
+from rlcore.settings import LearnSettings, load
+from rlcore.target import local_model, model_identity
+from rlcore.transport import EndpointError
+
+log = get_logger("learner")
+
+
+class LearnError(PacelineError):
+    """The learner cannot start like this."""
+
+
+def main(argv: list[str]) -> int:
+    settings = load(LearnSettings, argv)
+    setup_logging("learner", settings.log_json, settings.log_level)
+    os.nice(settings.nice)
+    home = Home(settings.home)
+    with home.lock("learn"):
+        return _learn(settings, home)
+
+
+def _learn(settings: LearnSettings, home: Home) -> int:
+    folder = local_model(settings.target, home)
+    target_id = model_identity(folder)
+
+    from learner.service import Learner
+    from learner.session import use_threads
+    from learner.target import Target
+
+    use_threads(settings.threads)
+    base = f"ipc://{home.run}/learner" if settings.bind == "ipc" else settings.bind
+    work = home.learner / f"{target_id}-{settings.method}"
+    work.mkdir(parents=True, exist_ok=True)
+    try:
+        learner = Learner(settings, work, Target.open(folder), target_id, base)
+    except EndpointError as error:
+        raise LearnError(str(error)) from None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: learner.stop())
+    learner.run()
+    return 0

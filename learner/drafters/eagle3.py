@@ -1,0 +1,298 @@
+"""The EAGLE-3 head, as vLLM 0.32 runs it (model_executor/models/llama_eagle3.py).
+
+One Llama layer over the pair (target features of row t, embedding of token t+1), at RoPE position t.
+The features are ``fc`` of three auxiliary states; a later draft step reads the head's own output
+before the final norm in their place.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from learner.batch import SpanBatch
+from learner.drafters.base import Drafter, read_folder
+from learner.target import Target, choose_vocab, prior_counts
+
+QUERY_BLOCK = 512
+"""Anchors of one span whose attention is computed at once. Longer spans go block by block and are
+recomputed in the backward pass, so that memory grows with the span, not with its square."""
+
+_LAYER_KEYS = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "rms_norm_eps", "max_position_embeddings", "vocab_size", "rope_parameters", "rope_scaling",
+    "rope_theta", "bos_token_id", "eos_token_id",
+)  # fmt: skip
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.kv_heads = config.num_key_value_heads
+        self.groups = config.num_attention_heads // self.kv_heads
+        hidden, queries = config.hidden_size, config.num_attention_heads * self.head_dim
+        self.q_proj = nn.Linear(2 * hidden, queries, bias=False)
+        self.k_proj = nn.Linear(2 * hidden, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(2 * hidden, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(queries, hidden, bias=False)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MidLayer(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
+            self.add_module(name, nn.RMSNorm(config.hidden_size, config.rms_norm_eps))
+
+
+class Eagle3(Drafter):
+    method: ClassVar[str] = "eagle3"
+    needs_aux: ClassVar[bool] = True
+    reads_own_states: ClassVar[bool] = True
+
+    def __init__(self, config: dict[str, Any], vocab: Tensor, embedding: Tensor) -> None:
+        """``config`` as exported; ``vocab`` [V_draft]; ``embedding`` [V, H], the target's own."""
+        super().__init__()
+        self.config = config
+        layer = LlamaConfig(**{k: config[k] for k in _LAYER_KEYS if config.get(k) is not None})
+        self.aux_count = len(_aux_layers(config) or (0, 0, 0))
+        self.norm_before_residual = bool(config.get("norm_before_residual", False))
+        self.midlayer = MidLayer(layer)
+        self.fc = nn.Linear(self.aux_count * layer.hidden_size, layer.hidden_size, bias=False)
+        self.norm = nn.RMSNorm(layer.hidden_size, layer.rms_norm_eps)
+        self.lm_head = nn.Linear(layer.hidden_size, len(vocab), bias=False)
+        self.rotary = LlamaRotaryEmbedding(layer)
+        self.register_buffer("vocab", vocab, persistent=False)
+        self.register_buffer("embedding", embedding, persistent=False)
+
+    @classmethod
+    def build(
+        cls, target: Target, vocab_size: int = 4096, counts: Tensor | None = None, seed: int = 0
+    ) -> Self:
+        """An untrained head. ``counts`` [V] of traffic, if known, choose its vocabulary."""
+        prior = prior_counts(target)
+        vocab = choose_vocab(prior if counts is None else prior + counts, vocab_size)
+        config = {k: target.config[k] for k in _LAYER_KEYS if target.config.get(k) is not None}
+        config |= {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "num_hidden_layers": 1,
+            "draft_vocab_size": len(vocab),
+            "tie_word_embeddings": False,
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": list(target.aux_layers),
+            },
+        }
+        head = cls(config, vocab, target.embedding)
+        head._start(target, seed)
+        return head
+
+    @torch.no_grad()
+    def _start(self, target: Target, seed: int) -> None:
+        """The residual stream passes at first: features of the deepest layer to the target's head."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, weight in self.midlayer.named_parameters():
+            if weight.ndim == 2:
+                writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                scale = 0.1 if writes_residual else 1.0
+                weight.normal_(0.0, scale * weight.shape[1] ** -0.5, generator=generator)
+        hidden = target.hidden_size
+        self.fc.weight.zero_()
+        self.fc.weight[:, -hidden:].fill_diagonal_(1.0)
+        self.lm_head.weight.copy_(target.lm_head[self.vocab])
+        self.norm.weight.copy_(target.final_norm)
+
+    def unroll(self, batch: SpanBatch, steps: int, *, own_tokens: bool = False) -> list[Tensor]:
+        if batch.aux is None:
+            raise ValueError("an EAGLE-3 head needs the auxiliary states")
+        attention = self.midlayer.self_attn
+        rows = torch.arange(batch.aux.shape[1])
+        features = self.fc(batch.aux)
+        pair, residual = self._pair(batch.token_ids[:, 1:], features)
+        cos, sin = self._angles(pair, batch.positions[:, None] + rows)
+        keys = _rotate(_heads(attention.k_proj(pair), attention.head_dim), cos, sin)
+        values = _heads(attention.v_proj(pair), attention.head_dim)
+
+        # Rows before an anchor give keys and values only; all else is computed for anchors.
+        at = (batch.anchor_span, batch.anchor_row)
+        pair, residual = pair[at], residual[at]
+        position = batch.positions[batch.anchor_span] + batch.anchor_row
+        own_keys: list[Tensor] = []
+        own_values: list[Tensor] = []
+        outputs: list[Tensor] = []
+        for step in range(steps):
+            cos, sin = self._angles(pair, position + step)
+            query = _rotate(_heads(attention.q_proj(pair), attention.head_dim), cos, sin)
+            if step > 0:
+                own_keys.append(
+                    _rotate(_heads(attention.k_proj(pair), attention.head_dim), cos, sin)
+                )
+                own_values.append(_heads(attention.v_proj(pair), attention.head_dim))
+            mixed = self._attend(batch, query, keys, values, own_keys, own_values)
+            residual = residual + attention.o_proj(mixed)
+            residual = residual + self.midlayer.mlp(self.midlayer.post_attention_layernorm(residual))
+            outputs.append(self.norm(residual))
+            if step + 1 < steps:
+                if own_tokens:
+                    token = self.propose(outputs[-1])
+                else:
+                    token = batch.tokens_after(2 + step)
+                pair, residual = self._pair(token, residual)
+        return outputs
+
+    def _pair(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's input [..., 2H], and the residual [..., H]."""
+        embeds = self.midlayer.input_layernorm(F.embedding(tokens, self.embedding))
+        normed = self.midlayer.hidden_norm(hidden)
+        pair = torch.cat([embeds.to(normed.dtype), normed], dim=-1)
+        return pair, normed if self.norm_before_residual else hidden
+
+    def _angles(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [..., 1, head_dim] at absolute positions [...]."""
+        flat = positions.reshape(1, -1)
+        cos, sin = self.rotary(like, flat)
+        shape = (*positions.shape, 1, cos.shape[-1])
+        return cos.view(shape), sin.view(shape)
+
+    def _attend(
+        self,
+        batch: SpanBatch,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        own_keys: list[Tensor],
+        own_values: list[Tensor],
+    ) -> Tensor:
+        """Attention of the anchors, [N, heads * head_dim]: causal over their span's rows, and each
+        over its own earlier steps. query [N, heads, d]; keys, values [B, S, kv, d]; own [N, kv, d]."""
+        mixed = []
+        for b, (start, row, count) in enumerate(batch.anchor_ranges()):
+            for first in range(0, count, QUERY_BLOCK):
+                size = min(QUERY_BLOCK, count - first)
+                part = slice(start + first, start + first + size)
+                end = row + first + size
+                args = (
+                    query[part], keys[b, :end], values[b, :end],
+                    [k[part] for k in own_keys], [v[part] for v in own_values],
+                )  # fmt: skip
+                if count > QUERY_BLOCK and torch.is_grad_enabled():
+                    mixed.append(checkpoint(_attend_block, *args, use_reentrant=False))
+                else:
+                    mixed.append(_attend_block(*args))
+        return torch.cat(mixed)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden)
+
+    def export(self, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors = {k: v.detach().to(dtype).contiguous() for k, v in self.named_parameters()}
+        vocab_size = self.embedding.shape[0]
+        # vLLM has no place for a map when the head covers the whole vocabulary.
+        if len(self.vocab) < vocab_size:
+            tensors["d2t"] = self.vocab - torch.arange(len(self.vocab))
+            tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool)
+            tensors["t2d"][self.vocab] = True
+        return tensors, self.config | {"dtype": str(dtype).removeprefix("torch.")}
+
+    @classmethod
+    def load(cls, folder: str | Path, target: Target) -> Self:
+        """Also reads heads of the ``speculators`` library. Raises ValueError on what it cannot run:
+        other widths than the target's, biases, extra norms, an embedding other than the target's."""
+        stored, config = read_folder(folder)
+        config = _flat_config(config)
+        for key in ("fc_norm", "norm_before_fc", "norm_output", "attention_bias"):
+            if config.get(key) or (config.get("eagle_config") or {}).get(key):
+                raise ValueError(f"{folder}: heads with {key} cannot be trained here")
+        if config["hidden_size"] != target.hidden_size:
+            raise ValueError(f"{folder}: hidden size {config['hidden_size']} is not the target's")
+        tensors = {
+            name.removeprefix("model.").replace("layers.0.", "midlayer."): tensor
+            for name, tensor in stored.items()
+        }
+        tensors.pop("t2d", None)
+        embedding = tensors.pop("embed_tokens.weight", None)
+        if embedding is not None and not torch.allclose(
+            embedding.float(), target.embedding, rtol=1e-2, atol=1e-3
+        ):
+            raise ValueError(f"{folder}: its embedding is not the target's")
+        offsets = tensors.pop("d2t", None)
+        if offsets is None:
+            vocab = torch.arange(target.vocab_size)
+        else:
+            vocab = offsets.long() + torch.arange(len(offsets))
+        config["draft_vocab_size"] = len(vocab)
+        config["vocab_size"] = target.vocab_size
+        # A head without an lm_head of its own uses the target's; it is trained as a copy.
+        tensors.setdefault("lm_head.weight", target.lm_head[vocab])
+        head = cls(config, vocab, target.embedding)
+        head.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+        return head
+
+
+def _heads(x: Tensor, head_dim: int) -> Tensor:
+    return x.unflatten(-1, (-1, head_dim))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Neox-style rotary embedding of x [..., heads, d]."""
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-right, left], dim=-1) * sin
+
+
+def _attend_block(
+    query: Tensor, keys: Tensor, values: Tensor, own_keys: list[Tensor], own_values: list[Tensor]
+) -> Tensor:
+    """query [n, heads, d]: the last n rows of keys [m, kv, d]; own [n, kv, d] each."""
+    (n, heads, dim), (m, kv, _) = query.shape, keys.shape
+    query = query.view(n, kv, heads // kv, dim) * dim**-0.5
+    scores = torch.einsum("nkgd,mkd->kgnm", query, keys)
+    hidden = torch.ones(n, m, dtype=torch.bool).triu(m - n + 1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    own = [torch.einsum("nkgd,nkd->kgn", query, key).unsqueeze(-1) for key in own_keys]
+    weights = torch.cat([scores, *own], dim=-1).softmax(-1)
+    mixed = torch.einsum("kgnm,mkd->nkgd", weights[..., :m], values)
+    for i, value in enumerate(own_values):
+        mixed = mixed + weights[..., m + i].permute(2, 0, 1).unsqueeze(-1) * value.unsqueeze(2)
+    return mixed.reshape(n, heads * dim)
+
+
+def _aux_layers(config: dict[str, Any]) -> list[int] | None:
+    named = config.get("eagle_aux_hidden_state_layer_ids")
+    return named or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+
+
+def _flat_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a ``speculators`` head in the plain layout; any other as it is."""
+    if "transformer_layer_config" not in config:
+        return config
+    flat = config["transformer_layer_config"] | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": False,
+        "norm_before_residual": config.get("norm_before_residual", True),
+    }
+    layers = config.get("eagle_aux_hidden_state_layer_ids")
+    return flat | ({"eagle_aux_hidden_state_layer_ids": layers} if layers else {})

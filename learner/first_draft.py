@@ -1,0 +1,126 @@
+"""Makes sure a store holds a live draft: an untrained one, or one that the user gave.
+
+Run by ``serve`` as a process of its own (``python -m learner.first_draft``). The last line on standard
+output says what is wrong when the exit code is not 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+
+from learner.drafters.base import Drafter
+from learner.drafters.registry import DRAFTERS
+from learner.target import Target
+from rlcore.errors import PacelineError
+from rlcore.home import Home
+from rlcore.records import DraftManifest
+from rlcore.target import local_model
+from rlcore.weights import MANIFEST, WeightError, WeightStore, check_finite
+
+
+def ensure_draft(
+    store: WeightStore,
+    target: Target,
+    target_id: str,
+    method: str,
+    draft: str,
+    draft_vocab: int,
+    home: Home,
+) -> int:
+    """The version that is to be live; made or imported, and written down, if need be.
+
+    Raises PacelineError, ValueError (a draft that does not fit) or WeightError.
+    """
+    live_file = store.root / "live.json"
+    versions = store.versions()
+    if versions and live_file.exists() and draft == "none":
+        return int(json.loads(live_file.read_text())["live"])
+    if draft == "none":
+        drafter = DRAFTERS[method].build(target, vocab_size=draft_vocab)
+        origin = "untrained"
+    else:
+        folder = local_model(draft, home)
+        _refuse_other_target(folder, target_id)
+        drafter = DRAFTERS[method].load(folder, target)
+        origin = "given"
+    tensors, config = drafter.export(serving_dtype(target))
+    check_finite(tensors)
+    manifest = DraftManifest(
+        version=max(versions, default=-1) + 1,
+        parent=None,
+        method=method,
+        sha256="",
+        target_id=target_id,
+        target_version=0,
+        origin=origin,
+    )
+    same = _same_weights(store, versions, tensors, config, manifest)
+    version = same if same is not None else store.publish(tensors, config, manifest).version
+    live_file.write_text(json.dumps({"live": version, "previous": None}))
+    return version
+
+
+def serving_dtype(target: Target) -> torch.dtype:
+    """What the engine loads the target in by default."""
+    name = target.config.get("dtype") or target.config.get("torch_dtype") or "bfloat16"
+    return torch.float32 if name == "float32" else torch.bfloat16
+
+
+def _same_weights(store, versions, tensors, config, manifest) -> int | None:
+    """An earlier import of these very weights, so that a restart imports nothing again."""
+    if manifest.origin != "given":
+        return None
+    scratch = WeightStore(store.root / ".import")
+    digest = scratch.publish(tensors, config, manifest).sha256
+    scratch.remove(manifest.version)
+    for version in versions:
+        if store.manifest(version).sha256 == digest:
+            return version
+    return None
+
+
+def _refuse_other_target(folder: Path, target_id: str) -> None:
+    path = folder / MANIFEST
+    if not path.exists():
+        return
+    try:
+        manifest = msgspec.json.decode(path.read_bytes(), type=DraftManifest)
+    except msgspec.DecodeError:
+        return  # some other tool's manifest
+    if manifest.target_id != target_id:
+        raise ValueError(
+            f"{folder} is a draft for {manifest.target_id}, not for {target_id}; "
+            "give the matching --target, or --draft none"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m learner.first_draft")
+    for flag in ("target", "target-id", "method", "draft", "store", "home"):
+        parser.add_argument(f"--{flag}", required=True)
+    parser.add_argument("--draft-vocab", type=int, required=True)
+    args = parser.parse_args()
+    try:
+        ensure_draft(
+            WeightStore(Path(args.store)),
+            Target.open(args.target),
+            args.target_id,
+            args.method,
+            args.draft,
+            args.draft_vocab,
+            Home(Path(args.home)),
+        )
+    except (PacelineError, WeightError, ValueError, KeyError, RuntimeError, OSError) as error:
+        print(f"draft {args.draft!r} cannot be used: {' '.join(str(error).split())}")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""The learner's two sockets: traces in, and the control link to the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import zmq
+
+from rlcore.records import (
+    DraftFiles,
+    FetchDraft,
+    LearnerMessage,
+    RecordError,
+    VerifyTrace,
+    decode_learner_message,
+    decode_trace,
+    encode,
+)
+from rlcore.transport import Frame, learner_endpoints, open_socket, receive, send
+from rlcore.weights import WeightError, WeightStore
+
+TraceCheck = Callable[[VerifyTrace], None]
+"""Raises RecordError for a trace that does not belong to this learner."""
+
+
+class Inbox:
+    """Non-blocking. ``rejected`` counts refused messages by reason; none of them is fatal."""
+
+    def __init__(self, base: str) -> None:
+        context = zmq.Context.instance()
+        traces, control = learner_endpoints(base)
+        self._traces = open_socket(context, zmq.PULL, traces, bind=True, high_water=1024)
+        self._control = open_socket(context, zmq.ROUTER, control, bind=True)
+        self._servers: dict[bytes, None] = {}
+        self.rejected: dict[str, int] = {}
+
+    def wait(self, milliseconds: int) -> None:
+        """Until something arrives, at most so long."""
+        poller = zmq.Poller()
+        poller.register(self._traces, zmq.POLLIN)
+        poller.register(self._control, zmq.POLLIN)
+        poller.poll(milliseconds)
+
+    def traces(self, check: TraceCheck, limit: int = 64) -> list[tuple[VerifyTrace, list[Frame]]]:
+        """At most ``limit`` waiting traces, each with all its frames (the header among them)."""
+        taken: list[tuple[VerifyTrace, list[Frame]]] = []
+        for _ in range(limit):
+            frames = receive(self._traces)
+            if frames is None:
+                break
+            try:
+                trace = decode_trace(frames)
+                check(trace)
+            except RecordError as error:
+                self.reject(error.reason)
+                continue
+            taken.append((trace, list(frames)))
+        return taken
+
+    def messages(self) -> list[tuple[bytes, LearnerMessage, list[Frame]]]:
+        """Every waiting control message: (server, message, further frames)."""
+        taken = []
+        while (frames := receive(self._control)) is not None:
+            if len(frames) < 2:
+                self.reject("malformed")
+                continue
+            server = bytes(frames[0])
+            try:
+                message = decode_learner_message(frames[1])
+            except RecordError as error:
+                self.reject(error.reason)
+                continue
+            self._servers[server] = None
+            taken.append((server, message, frames[2:]))
+        return taken
+
+    def reject(self, reason: str) -> None:
+        self.rejected[reason] = self.rejected.get(reason, 0) + 1
+
+    def tell(self, server: bytes, message: LearnerMessage, files: list[bytes] | None = None) -> None:
+        send(self._control, [server, encode(message), *(files or [])])
+
+    def tell_all(self, message: LearnerMessage) -> None:
+        for server in self._servers:
+            self.tell(server, message)
+
+    def give(self, server: bytes, request: FetchDraft, store: WeightStore) -> None:
+        """Answer a request for a version's files."""
+        try:
+            files = store.files(request.version)
+        except WeightError as error:
+            self.tell(server, DraftFiles(request.version, error=str(error)))
+            return
+        sizes = [len(content) for content in files.values()]
+        self.tell(server, DraftFiles(request.version, list(files), sizes), list(files.values()))
+
+    def close(self) -> None:
+        self._traces.close()
+        self._control.close()

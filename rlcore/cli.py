@@ -1,0 +1,55 @@
+"""The ``paceline`` command. Subcommands are entry points; the root imports none of them itself."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import entry_points, version
+
+from rlcore.errors import PacelineError
+
+GROUP = "paceline.commands"
+
+SUMMARIES = {
+    "serve": "serve a model, with its drafter learning from the traffic",
+    "learn": "run a learner on its own, for a server in another process",
+    "models": "list, make and verify models and drafts in the home folder",
+    "config": "print the settings a command would run with",
+}
+"""Said without importing the commands, some of which take seconds to import."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    commands = {point.name: point for point in entry_points(group=GROUP)}
+    if not words or words[0] in ("-h", "--help"):
+        print(_help(sorted(commands)))
+        return 0
+    if words[0] == "--version":
+        print(f"paceline {version('paceline')}")
+        return 0
+    if words[0] not in commands:
+        return _fail(f"unknown command {words[0]!r}; there are: {', '.join(sorted(commands))}")
+    try:
+        command = commands[words[0]].load()
+        return int(command(words[1:]))
+    except PacelineError as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _fail(message: str) -> int:
+    print(f"paceline: {message}", file=sys.stderr)
+    return 2
+
+
+def _help(names: list[str]) -> str:
+    width = max((len(name) for name in names), default=0)
+    lines = [f"  {name:<{width}}  {SUMMARIES.get(name, '')}".rstrip() for name in names]
+    return "\n".join(
+        ["usage: paceline COMMAND [flags]", "", *lines, "", "paceline COMMAND --help lists its flags"]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

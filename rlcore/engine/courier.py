@@ -1,0 +1,176 @@
+"""The engine's background thread: spans out to the learner, counters and ends to and from the server.
+
+A step only appends to a bounded queue; everything that could wait happens here. A request's spans
+are held until the server says how many tokens its response really returned and whether it may be
+learned from; nothing leaves this process before that.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import zmq
+
+from rlcore.engine.options import EngineOptions
+from rlcore.engine.spans import Span, trim
+from rlcore.records import (
+    CaptureCounts,
+    EngineReport,
+    RecordError,
+    RequestEnd,
+    decode_engine_message,
+    encode,
+)
+from rlcore.transport import open_socket, receive, send
+
+REPORT_INTERVAL = 1.0
+"""Seconds between two reports to the server."""
+
+END_DEADLINE = 10.0
+"""Seconds that a finished request waits for the server's word; after it, its spans are dropped."""
+
+REMEMBERED_ENDS = 4096
+
+
+@dataclass
+class _Held:
+    """What waits for the server's word on one request."""
+
+    spans: list[Span] = field(default_factory=list)
+    deadline: float | None = None
+    """Set when the engine is done with the request."""
+
+
+class Courier(threading.Thread):
+    """Owns both sockets. ``offer`` and ``drop`` are the only methods the step calls."""
+
+    def __init__(self, options: EngineOptions, report: Callable[[CaptureCounts], EngineReport]):
+        super().__init__(name="paceline-courier", daemon=True)
+        self._options = options
+        self._report = report
+        self._lock = threading.Lock()
+        self._queue: deque[tuple[str, Span | None, bool]] = deque()
+        self._counts = CaptureCounts()
+        self._held: OrderedDict[str, _Held] = OrderedDict()
+        self._held_spans = 0
+        self._ends: OrderedDict[str, RequestEnd] = OrderedDict()
+        self._stopping = threading.Event()
+        context = zmq.Context.instance()
+        self._link = open_socket(context, zmq.DEALER, options.link_endpoint, bind=False)
+        self._traces = (
+            open_socket(context, zmq.PUSH, options.trace_endpoint, bind=False)
+            if options.trace_endpoint
+            else None
+        )
+
+    def offer(self, request_id: str, span: Span | None, final: bool) -> None:
+        """Take a span, or the news that a request has no more; when full, the oldest span goes."""
+        with self._lock:
+            self._counts.captured += span is not None
+            if len(self._queue) >= self._options.capture_queue:
+                self._queue.popleft()
+                self._count_drop("queue_full")
+            self._queue.append((request_id, span, final))
+
+    def drop(self, reason: str) -> None:
+        """Count a span that will not be sent."""
+        with self._lock:
+            self._count_drop(reason)
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self.join(timeout=2.0)
+
+    def run(self) -> None:
+        next_report = 0.0
+        while not self._stopping.is_set():
+            self._link.poll(20)
+            self._take_ends()
+            self._take_spans()
+            self._expire()
+            now = time.monotonic()
+            if now >= next_report:
+                next_report = now + REPORT_INTERVAL
+                send(self._link, [encode(self._report(self._snapshot()))])
+        for socket in (self._link, self._traces):
+            if socket is not None:
+                socket.close()
+
+    def _count_drop(self, reason: str) -> None:
+        self._counts.dropped[reason] = self._counts.dropped.get(reason, 0) + 1
+
+    def _snapshot(self) -> CaptureCounts:
+        with self._lock:
+            return CaptureCounts(
+                self._counts.captured, self._counts.sent, dict(self._counts.dropped)
+            )
+
+    def _take_ends(self) -> None:
+        while (frames := receive(self._link)) is not None:
+            try:
+                message = decode_engine_message(frames[-1])
+            except RecordError as error:
+                self.drop(f"link_{error.reason}")
+                continue
+            if isinstance(message, RequestEnd):
+                self._ends[message.request_id] = message
+                while len(self._ends) > REMEMBERED_ENDS:
+                    self._ends.popitem(last=False)
+                self._settle(message.request_id)
+
+    def _take_spans(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    return
+                request_id, span, final = self._queue.popleft()
+            held = self._held.setdefault(request_id, _Held())
+            if span is not None:
+                held.spans.append(span)
+                self._held_spans += 1
+            if final:
+                held.deadline = time.monotonic() + END_DEADLINE
+                self._settle(request_id)
+            while self._held_spans > self._options.capture_queue:
+                self._abandon(next(iter(self._held)), "queue_full")
+
+    def _settle(self, request_id: str) -> None:
+        """Send a request's spans once both the engine and the server are done with it."""
+        held, end = self._held.get(request_id), self._ends.get(request_id)
+        if held is None or held.deadline is None or end is None:
+            return
+        del self._ends[request_id]
+        if not end.learn:
+            self._abandon(request_id, "opted_out")
+            return
+        self._held_spans -= len(self._held.pop(request_id).spans)
+        for span in held.spans:
+            span.trace.tenant = end.tenant
+            trimmed = trim(span, span.trace.prompt_length + end.output_tokens)
+            if trimmed is not None:
+                self._push(trimmed)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        late = [r for r, h in self._held.items() if h.deadline is not None and h.deadline < now]
+        for request_id in late:
+            self._abandon(request_id, "no_end")
+
+    def _abandon(self, request_id: str, reason: str) -> None:
+        spans = self._held.pop(request_id).spans
+        self._held_spans -= len(spans)
+        for _ in spans:
+            self.drop(reason)
+
+    def _push(self, span: Span) -> None:
+        if self._traces is None:
+            self.drop("no_learner")
+        elif send(self._traces, [encode(span.trace), *span.frames()]):
+            with self._lock:
+                self._counts.sent += 1
+        else:
+            self.drop("learner_away")

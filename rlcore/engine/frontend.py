@@ -1,0 +1,84 @@
+"""The engine's front side: vLLM's AsyncLLM, with word of every request's true end.
+
+Read against vLLM 0.32.0: ``AsyncLLM._run_output_handler`` takes ``self.output_processor`` when it
+starts, so the processor is exchanged for ours just before. ``OutputProcessor.add_request``,
+``_finish_request`` and ``abort_requests`` see each engine-side request id exactly once (children of
+``n > 1`` included), whatever ends it: a stop string, a length, an abort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+
+
+@dataclass
+class Ticket:
+    """One HTTP request's claims on the engine: filled by whichever task submits for it."""
+
+    tenant: str = "default"
+    learn: bool = True
+    engine_ids: list[str] = field(default_factory=list)
+
+
+current_ticket: ContextVar[Ticket | None] = ContextVar("paceline_ticket", default=None)
+
+EndCallback = Callable[[str, int, Ticket], None]
+"""(engine request id, output tokens the response returned, ticket)"""
+
+
+class RequestLedger(OutputProcessor):
+    """Reports how many tokens each response really returned."""
+
+    def __init__(self, like: OutputProcessor, on_end: EndCallback) -> None:
+        super().__init__(
+            like.tokenizer,
+            log_stats=like.log_stats,
+            stream_interval=like.stream_interval,
+            tracing_enabled=like.tracing_enabled,
+            admission_stats=like.admission_stats,
+        )
+        self._on_end = on_end
+        self._tickets: dict[str, Ticket] = {}
+
+    def add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        super().add_request(request, *args, **kwargs)
+        ticket = current_ticket.get() or Ticket()
+        ticket.engine_ids.append(request.request_id)
+        self._tickets[request.request_id] = ticket
+
+    def _finish_request(self, req_state: RequestState) -> None:
+        super()._finish_request(req_state)
+        self._end(req_state)
+
+    def abort_requests(self, request_ids: Iterable[str], internal: bool) -> list[str]:
+        before = dict(self.request_states)
+        aborted = super().abort_requests(request_ids, internal)
+        for request_id in aborted:
+            if request_id in before and request_id in self._tickets:
+                self._end(before[request_id])
+        return aborted
+
+    def _end(self, state: RequestState) -> None:
+        ticket = self._tickets.pop(state.request_id)
+        if state.detokenizer is not None:
+            self._on_end(state.request_id, state.detokenizer.num_output_tokens(), ticket)
+
+
+class PacelineLLM(AsyncLLM):
+    """AsyncLLM that calls ``on_end`` once for each request; set it before the first request."""
+
+    on_end: EndCallback
+
+    def _run_output_handler(self) -> None:
+        if self.output_handler is None and not isinstance(self.output_processor, RequestLedger):
+            self.output_processor = RequestLedger(self.output_processor, self._report_end)
+        super()._run_output_handler()
+
+    def _report_end(self, request_id: str, output_tokens: int, ticket: Ticket) -> None:
+        self.on_end(request_id, output_tokens, ticket)

@@ -1,0 +1,98 @@
+"""Turns our settings into vLLM's: environment, command-line arguments, engine configuration.
+
+Read against vLLM 0.32.0. Nothing here may import vLLM at module level: ``prepare_environment`` must
+run before the first import of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlcore.engine.options import EngineOptions
+from rlcore.errors import PacelineError
+from rlcore.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from rlcore.engine.frontend import PacelineLLM
+
+WORKER_CLASS = "rlcore.engine.worker.PacelineWorker"
+
+DEFAULT_KV_GIB = 2
+"""KV cache on a CPU when nothing is said: 2 GiB hold about 90,000 tokens of the embedded model."""
+
+
+class EngineArgumentError(PacelineError):
+    """vLLM would not accept these settings."""
+
+
+def prepare_environment(settings: ServeSettings) -> None:
+    """Pin what is tested: the V1 runner everywhere, and Intel's OpenMP for the CPU worker."""
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # vLLM warns about its own choices on a CPU at every start, in every process.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "DEBUG" if settings.log_level == "DEBUG" else "ERROR")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(settings.kv_cache_gib or DEFAULT_KV_GIB))
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    if openmp.exists() and "libiomp5" not in os.environ.get("LD_PRELOAD", ""):
+        os.environ["LD_PRELOAD"] = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(openmp)]))
+
+
+def engine_arguments(
+    settings: ServeSettings, target: Path, model_name: str, draft: Path, options: EngineOptions
+) -> Namespace:
+    """vLLM's own parsed arguments, the user's (after ``--``) first, ours over them.
+
+    Raises EngineArgumentError with vLLM's words when it refuses the user's.
+    """
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.platforms import current_platform
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve", exit_on_error=False))
+    given = [str(target), *settings.engine_args]
+    try:
+        args = parser.parse_args(given)
+    except SystemExit:
+        raise EngineArgumentError("vLLM does not accept the arguments after '--'; see above") from None
+    except Exception as error:
+        raise EngineArgumentError(f"vLLM does not accept the arguments after '--': {error}") from None
+    args.model = str(target)
+    args.served_model_name = [model_name]
+    args.host, args.port = settings.host, settings.port
+    args.dtype = settings.dtype
+    args.max_model_len = settings.max_model_len or args.max_model_len
+    args.enforce_eager = args.enforce_eager or (current_platform.is_cpu() and settings.enforce_eager)
+    args.worker_cls = WORKER_CLASS
+    args.async_scheduling = False
+    args.additional_config = {**(args.additional_config or {}), **options.to_config()}
+    args.api_key = None  # our own guard covers every route
+    args.speculative_config = {
+        "method": settings.draft_method,
+        "model": str(draft),
+        "num_speculative_tokens": settings.speculative_tokens,
+    }
+    if settings.speculative_tokens == 0:
+        args.speculative_config = None
+    validate_parsed_serve_args(args)
+    return args
+
+
+def start_engine(args: Namespace) -> PacelineLLM:
+    """Start the engine's processes; raises what vLLM raises when they do not come up."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    from rlcore.engine.frontend import PacelineLLM
+
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    return PacelineLLM.from_vllm_config(
+        vllm_config=config,
+        usage_context=UsageContext.OPENAI_API_SERVER,
+        enable_log_requests=engine_args.enable_log_requests,
+        disable_log_stats=engine_args.disable_log_stats,
+    )

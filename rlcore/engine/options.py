@@ -1,0 +1,33 @@
+"""What the server tells its engine workers, carried in vLLM's ``additional_config``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+ADDITIONAL_CONFIG_KEY = "paceline"
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of the worker subclass. Endpoints are ZeroMQ addresses."""
+
+    target_version: int
+    draft_version: int
+    trained: bool
+    """False while the live drafter is an untrained head: then only probes are drafted."""
+    probe_interval: int
+    link_endpoint: str
+    """Where the server's engine link is bound."""
+    trace_endpoint: str | None
+    """Where the learner's trace socket is bound; None sends no traces."""
+    capture_rate: float
+    capture_span_tokens: int
+    capture_queue: int
+
+    def to_config(self) -> dict[str, Any]:
+        return {ADDITIONAL_CONFIG_KEY: msgspec.to_builtins(self)}
+
+    @classmethod
+    def from_config(cls, additional_config: dict[str, Any]) -> EngineOptions:
+        return msgspec.convert(additional_config[ADDITIONAL_CONFIG_KEY], cls)

@@ -1,0 +1,9 @@
+"""vLLM general plugin: runs in every engine process before the worker is built."""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    from rlcore.engine.fixes import apply_fixes
+
+    apply_fixes()

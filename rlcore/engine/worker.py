@@ -1,0 +1,123 @@
+"""The engine worker: vLLM's own, with capture and draft swap added. Given to vLLM as ``worker_cls``.
+
+Read against vLLM 0.32.0. Overridden: ``load_model``, ``execute_model``, ``sample_tokens``,
+``shutdown``; relied on: the V1 model runner's state (see ``capture``) and the field
+``num_spec_tokens_to_schedule`` of SchedulerOutput, which says how many tokens the drafter proposes at
+the end of a step. Everything named ``paceline_*`` is an RPC.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllm.platforms import current_platform
+
+from rlcore.engine.capture import Capture
+from rlcore.engine.courier import Courier
+from rlcore.engine.fixes import EngineUnsafe, apply_fixes, verify_fixes
+from rlcore.engine.options import EngineOptions
+from rlcore.engine.speculation import DraftLength
+from rlcore.engine.swap import DraftSlot
+from rlcore.records import CaptureCounts, EngineReport
+
+if TYPE_CHECKING or not current_platform.is_cpu():
+    from vllm.v1.worker.gpu_worker import Worker as BaseWorker
+else:
+    from vllm.v1.worker.cpu_worker import CPUWorker as BaseWorker
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+
+# A filtered or failed plugin must not leave the sampler broken.
+apply_fixes()
+verify_fixes()
+
+
+class PacelineWorker(BaseWorker):
+    """One engine worker. Rank 0 captures; every rank swaps."""
+
+    slot_class = DraftSlot
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        if self.use_v2_model_runner or self.scheduler_config.async_scheduling:
+            raise EngineUnsafe("Paceline needs the V1 model runner and synchronous scheduling")
+        options = EngineOptions.from_config(self.vllm_config.additional_config)
+        speculative = self.vllm_config.speculative_config
+        self._slot: DraftSlot | None = None
+        self._length: DraftLength | None = None
+        drafter = None if speculative is None else self.model_runner.get_draft_model()
+        if speculative is not None and drafter is not None:
+            self._slot = self.slot_class(
+                self.model_runner.get_model(), drafter, self.vllm_config, options.draft_version
+            )
+            self._length = DraftLength(
+                speculative.num_speculative_tokens, options.probe_interval, options.trained
+            )
+        self._courier: Courier | None = None
+        if self.is_driver_worker:
+            self._courier = Courier(options, self._engine_report)
+            sends_traces = options.trace_endpoint is not None and options.capture_rate > 0
+            self._capture = Capture(
+                target_version=options.target_version,
+                rate=options.capture_rate,
+                span_tokens=options.capture_span_tokens,
+                emit=self._courier.offer if sends_traces else None,
+                drop=self._courier.drop,
+            )
+            self._courier.start()
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        if self._slot is not None and self._slot.broken:
+            raise EngineUnsafe(self._slot.broken)
+        if self._length is not None and scheduler_output.total_num_scheduled_tokens:
+            scheduler_output.num_spec_tokens_to_schedule = self._length.next()
+        if self._courier is not None:
+            self._capture.finish(scheduler_output.finished_req_ids)
+        return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        if self._courier is None or self.model_runner.execute_model_state is None:
+            return super().sample_tokens(grammar_output)
+        grammar_ids = frozenset(grammar_output.structured_output_request_ids if grammar_output else ())
+        view = self._capture.before_sampling(self.model_runner, grammar_ids)
+        output = super().sample_tokens(grammar_output)
+        self._capture.after_sampling(self.model_runner, view, output, self._live_version)
+        return output
+
+    def shutdown(self) -> None:
+        if self._courier is not None:
+            self._courier.stop()
+        super().shutdown()
+
+    def paceline_swap(self, folder: str, sha256: str, version: int) -> dict[str, Any]:
+        """Make a version live; the answer is a SwapReport as plain values."""
+        if self._slot is None or self._length is None:
+            raise EngineUnsafe("this engine has no drafter to swap")
+        report = self._slot.swap(Path(folder), sha256, version)
+        if report.error is None:
+            self._length.trained = True
+        return msgspec.to_builtins(report)
+
+    def paceline_request_acceptance(self, request_ids: list[str]) -> list[dict[str, Any]]:
+        """Acceptance by draft version of these requests, as plain values."""
+        return [
+            msgspec.to_builtins(c) | {"length": c.length}
+            for c in (self._capture.request_acceptance(request_ids) if self._courier else [])
+        ]
+
+    @property
+    def _live_version(self) -> int:
+        return -1 if self._slot is None else self._slot.version
+
+    def _engine_report(self, counts: CaptureCounts) -> EngineReport:
+        return EngineReport(
+            worker=f"{os.getpid()}",
+            live_version=self._live_version,
+            speculative_tokens=0 if self._length is None else self._length.speculative_tokens,
+            acceptance=list(self._capture.acceptance.values()),
+            capture=counts,
+        )

@@ -1,0 +1,376 @@
+"""The records that cross a process border, and the checks a receiver makes before it allocates.
+
+Wire form of a message is a list of frames. Frame 0 is a msgpack header (one of the tagged structs
+below); the frames after it are raw tensor bytes, in the order of ``header.tensors``, sent without a
+copy. Nothing here is pickled and nothing here imports torch: shapes and sizes are compared with
+arithmetic first, and only then does a receiver view the bytes.
+
+Positions are absolute: position 0 is the first prompt token. A span that starts after a prefix-cache
+hit keeps its absolute first position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+SCHEMA_VERSION = 1
+
+MAX_HEADER_BYTES = 8 * 1024 * 1024
+"""A header holds token ids and steps only; 8 MiB is far above the longest allowed span."""
+
+MAX_SPAN_TOKENS = 65_536
+"""Longest span that a receiver accepts, in tokens."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+Id = Annotated[str, Meta(max_length=256)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Count = Annotated[int, Meta(ge=0)]
+
+
+class RecordError(ValueError):
+    """A message that does not fit the schema. ``reason`` is a short word, used as a metric label."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """Name, dtype and shape of one tensor frame."""
+
+    name: Id
+    dtype: Annotated[str, Meta(max_length=16)]
+    shape: Annotated[tuple[Count, ...], Meta(max_length=4)]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """The sampling parameters that turn raw target logits into the p that decided."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+
+
+class VerifyStep(msgspec.Struct, array_like=True):
+    """One verification step of one request.
+
+    The step emits ``accepted + 1`` tokens at ``position .. position + accepted``: the accepted draft
+    tokens, then ``replacement``, which is the target's own token in place of the first rejected one
+    (or the bonus token when all were accepted). ``draft_ids`` is empty for a step without drafts.
+    """
+
+    position: Count
+    draft_version: int
+    draft_ids: list[TokenId]
+    accepted: Count
+    replacement: TokenId
+    draft_logprobs: list[float] = []
+    """Raw target log-probability of the drafts, up to and including the first rejected one."""
+    logsumexp: list[float] = []
+    """Raw logsumexp of the target logits at those same positions."""
+    draft_probs: list[float] = []
+    """The drafter's own probability of its drafts; empty unless it samples."""
+
+
+class VerifyTrace(msgspec.Struct, tag="trace", tag_field="kind"):
+    """One span of one request: its tokens, its verification steps, and the target's states.
+
+    ``token_ids[i]`` stands at position ``first_position + i``. Tensor frames, n rows each with
+    n <= len(token_ids), row i belonging to position ``first_position + i``:
+
+    - ``aux``  [n, number of auxiliary layers * hidden]: what an EAGLE-3 drafter reads (may be absent)
+    - ``last`` [n, hidden]: the target's last hidden state, after the final norm
+    - ``logsumexp`` [n] float32: raw logsumexp of the logits of that row, NaN where none were computed
+    """
+
+    SPAN_TENSORS: ClassVar[tuple[str, ...]] = ("aux", "last", "logsumexp")
+
+    request_id: Id
+    tenant: Id
+    target_version: int
+    span_index: Count
+    final: bool
+    first_position: Count
+    prompt_length: Count
+    prompt_hash: Id
+    """blake2b of the whole prompt's token ids: held-out splits go by it."""
+    token_ids: Annotated[list[TokenId], Meta(max_length=MAX_SPAN_TOKENS)]
+    sampling: Sampling
+    grammar: bool
+    steps: list[VerifyStep]
+    tensors: list[TensorSpec]
+    schema: int = SCHEMA_VERSION
+
+    def emitted_ids(self) -> list[int]:
+        """The tokens this span's steps emitted. Those of a request's spans, one after the other,
+        are the token ids its response returned (neighbouring spans share one token of context)."""
+        return [i for step in self.steps for i in (*step.draft_ids[: step.accepted], step.replacement)]
+
+
+class DraftManifest(msgspec.Struct, frozen=True):
+    """Everything known of one draft version. It lies beside the weights as ``manifest.json``."""
+
+    version: int
+    parent: int | None
+    method: str
+    """How the engine loads it: ``eagle3`` or ``draft_model``."""
+    sha256: str
+    """Of ``model.safetensors``."""
+    target_id: str
+    target_version: int
+    origin: str
+    """Where it came from: ``untrained``, ``given`` or ``learned``."""
+    created: float = 0.0
+    """Seconds since the epoch."""
+    tokens_seen: int = 0
+    """Trained positions, repeats counted, up to this version."""
+    updates: int = 0
+    heldout_tokens: int = 0
+    heldout_length: float | None = None
+    """Estimated acceptance length (bonus token included) on held-out traffic at publication."""
+    heldout_rates: tuple[float, ...] = ()
+    """Conditional acceptance by position on held-out traffic."""
+    parent_length: float | None = None
+    """The parent's estimated acceptance length on those same traces."""
+    gain_lower: float | None = None
+    """95 % lower bound of the paired gain in acceptance length over the parent."""
+    schema: int = SCHEMA_VERSION
+
+
+class AcceptanceCount(msgspec.Struct):
+    """Verified drafts of one version, counted by draft position (index 0 is the first draft)."""
+
+    version: int
+    steps: int = 0
+    """Verification steps in which at least one draft was verified."""
+    plain_steps: int = 0
+    """Decode steps without a draft."""
+    emitted: int = 0
+    """Tokens emitted by the ``steps`` above, bonus token included."""
+    drafted: list[int] = []
+    accepted: list[int] = []
+
+    def observe(self, k: int, accepted: int) -> None:
+        if k == 0:
+            self.plain_steps += 1
+            return
+        grow = k - len(self.drafted)
+        if grow > 0:
+            self.drafted.extend([0] * grow)
+            self.accepted.extend([0] * grow)
+        self.steps += 1
+        self.emitted += accepted + 1
+        for i in range(k):
+            self.drafted[i] += 1
+        for i in range(accepted):
+            self.accepted[i] += 1
+
+    @property
+    def length(self) -> float | None:
+        """Acceptance length: tokens per step in which something was drafted, bonus included."""
+        return self.emitted / self.steps if self.steps else None
+
+    @property
+    def rates(self) -> list[float]:
+        """Conditional acceptance by position: accepted at i, given that i was reached."""
+        reached = [self.steps, *self.accepted]
+        return [a / r if r else 0.0 for a, r in zip(self.accepted, reached, strict=False)]
+
+
+# --- engine <-> server -------------------------------------------------------------------------
+
+
+class CaptureCounts(msgspec.Struct):
+    """What became of captured spans, in total since the worker started."""
+
+    captured: int = 0
+    sent: int = 0
+    dropped: dict[str, int] = {}
+
+
+class EngineReport(msgspec.Struct, tag="engine_report", tag_field="kind"):
+    """The worker's counters, pushed once a second; totals since the worker started."""
+
+    worker: Id
+    live_version: int
+    speculative_tokens: int
+    acceptance: list[AcceptanceCount]
+    capture: CaptureCounts
+    schema: int = SCHEMA_VERSION
+
+
+class RequestEnd(msgspec.Struct, tag="request_end", tag_field="kind"):
+    """The server's word on how many tokens a request's response really returned.
+
+    The engine may have run past a stop string or an abort; the capture thread trims to this count.
+    """
+
+    request_id: Id
+    output_tokens: Count
+    tenant: Id = "default"
+    learn: bool = True
+    schema: int = SCHEMA_VERSION
+
+
+# --- server <-> learner ------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, tag="hello", tag_field="kind"):
+    """A server introduces itself, on connecting and every few seconds after."""
+
+    target_id: str
+    target_version: int
+    method: str
+    speculative_tokens: int
+    live_version: int
+    last_version: int
+    """The highest version number in the server's store; new ones count on from there."""
+    schema: int = SCHEMA_VERSION
+
+
+class LearnerReport(msgspec.Struct, tag="learner_report", tag_field="kind"):
+    """The learner's heartbeat; counters are totals that survive its restart."""
+
+    pid: int
+    phase: str
+    received: int = 0
+    rejected: dict[str, int] = {}
+    replay_tokens: int = 0
+    heldout_tokens: int = 0
+    tokens_seen: int = 0
+    updates: int = 0
+    loss: float | None = None
+    heldout_length: float | None = None
+    live_length: float | None = None
+    published: int = 0
+    judged: int = 0
+    tokens_per_second: float = 0.0
+    schema: int = SCHEMA_VERSION
+
+
+class Announce(msgspec.Struct, tag="announce", tag_field="kind"):
+    """A version that passed the learner's gate and can be fetched."""
+
+    manifest: DraftManifest
+    schema: int = SCHEMA_VERSION
+
+
+class FetchDraft(msgspec.Struct, tag="fetch_draft", tag_field="kind"):
+    """Either side asks the other for the files of one version."""
+
+    version: int
+    schema: int = SCHEMA_VERSION
+
+
+class DraftFiles(msgspec.Struct, tag="draft_files", tag_field="kind"):
+    """Answer to FetchDraft; the files' bytes follow as frames, in the order of ``names``.
+
+    ``error`` is set, and no frames follow, when the version cannot be had.
+    """
+
+    version: int
+    names: list[Id] = []
+    sizes: list[Count] = []
+    error: str | None = None
+    schema: int = SCHEMA_VERSION
+
+
+class Verdict(msgspec.Struct, tag="verdict", tag_field="kind"):
+    """What the server did with an announced version."""
+
+    version: int
+    live: bool
+    live_version: int
+    error: str | None = None
+    schema: int = SCHEMA_VERSION
+
+
+EngineMessage = EngineReport | RequestEnd
+LearnerMessage = Hello | LearnerReport | Announce | FetchDraft | DraftFiles | Verdict
+Message = VerifyTrace | EngineMessage | LearnerMessage
+
+_encoder = msgspec.msgpack.Encoder()
+_trace_decoder = msgspec.msgpack.Decoder(VerifyTrace)
+_engine_decoder = msgspec.msgpack.Decoder(EngineMessage)
+_learner_decoder = msgspec.msgpack.Decoder(LearnerMessage)
+
+
+def encode(message: Message) -> bytes:
+    """The msgpack header of a message."""
+    return _encoder.encode(message)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder, header: bytes | memoryview):
+    if len(header) > MAX_HEADER_BYTES:
+        raise RecordError("oversized", f"header of {len(header)} bytes, at most {MAX_HEADER_BYTES}")
+    try:
+        message = decoder.decode(header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RecordError("malformed", str(error)) from None
+    if message.schema != SCHEMA_VERSION:
+        raise RecordError("schema", f"schema {message.schema}, this side speaks {SCHEMA_VERSION}")
+    return message
+
+
+def decode_engine_message(header: bytes | memoryview) -> EngineMessage:
+    """Raises RecordError."""
+    return _decode(_engine_decoder, header)
+
+
+def decode_learner_message(header: bytes | memoryview) -> LearnerMessage:
+    """Raises RecordError."""
+    return _decode(_learner_decoder, header)
+
+
+def decode_trace(frames: Sequence[bytes | memoryview]) -> VerifyTrace:
+    """The header of a trace message, its frames' sizes checked against it; raises RecordError."""
+    if not frames:
+        raise RecordError("malformed", "empty message")
+    trace: VerifyTrace = _decode(_trace_decoder, frames[0])
+    check_trace(trace)
+    if len(frames) != 1 + len(trace.tensors):
+        raise RecordError("frames", f"{len(frames) - 1} frames for {len(trace.tensors)} tensors")
+    for spec, frame in zip(trace.tensors, frames[1:], strict=True):
+        if len(frame) != spec.nbytes:
+            raise RecordError(
+                "frames", f"{spec.name}: {len(frame)} bytes, {spec.nbytes} announced"
+            )
+    return trace
+
+
+def check_trace(trace: VerifyTrace) -> None:
+    """The relations inside a trace that its schema alone cannot hold; raises RecordError."""
+    names = [spec.name for spec in trace.tensors]
+    if len(set(names)) != len(names) or not set(names) <= set(VerifyTrace.SPAN_TENSORS):
+        raise RecordError("tensors", f"unknown or repeated tensor in {names}")
+    for spec in trace.tensors:
+        if spec.dtype not in DTYPE_BYTES:
+            raise RecordError("tensors", f"{spec.name}: dtype {spec.dtype!r}")
+        rank = 1 if spec.name == "logsumexp" else 2
+        if len(spec.shape) != rank or spec.shape[0] > len(trace.token_ids):
+            raise RecordError("tensors", f"{spec.name}: shape {spec.shape}")
+    if len({spec.shape[0] for spec in trace.tensors}) > 1:
+        raise RecordError("tensors", "tensors of different lengths")
+    end = trace.first_position + len(trace.token_ids)
+    before = max(trace.first_position, trace.prompt_length)
+    for step in trace.steps:
+        if step.accepted > len(step.draft_ids):
+            raise RecordError("steps", f"{step.accepted} accepted of {len(step.draft_ids)}")
+        if step.position < before or step.position + step.accepted >= end:
+            raise RecordError("steps", f"step at {step.position} outside the span")
+        offset = step.position - trace.first_position
+        emitted = [*step.draft_ids[: step.accepted], step.replacement]
+        if trace.token_ids[offset : offset + len(emitted)] != emitted:
+            raise RecordError("steps", f"step at {step.position} disagrees with the tokens")
+        before = step.position + step.accepted + 1

@@ -1,0 +1,237 @@
+"""Typed settings: flags win over environment, environment over the TOML file, that over defaults."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    TomlConfigSettingsSource,
+)
+
+from rlcore.errors import UsageError
+from rlcore.home import default_home
+from rlcore.transport import EndpointError, check_endpoint
+
+CONFIG_FILE = "paceline.toml"
+"""Read from the working folder when ``--config`` names no other."""
+
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+Method = Literal["eagle3", "draft_model"]
+
+
+class LearningOptions(BaseModel):
+    """How the learner learns. ``serve`` passes these on to the learner that it starts."""
+
+    seed: int = Field(0, description="Seed of every random choice of the learner")
+    lr_matrix: float = Field(0.02, gt=0, description="Muon's learning rate, for hidden matrices")
+    lr_other: float = Field(0.002, gt=0, description="AdamW's learning rate, for everything else")
+    unroll: int | None = Field(
+        None, ge=1, le=16, description="Draft steps unrolled in training; default: all that are served"
+    )
+    batch_tokens: int = Field(1536, ge=64, description="Positions in one update")
+    replay_gib: float = Field(1.0, gt=0, description="Budget of the replay, in memory and on disk, GiB")
+    replay_ratio: float = Field(
+        8.0, gt=0, description="Trained positions per received position, at most"
+    )
+    heldout_share: float = Field(0.15, gt=0, lt=1, description="Share of prompts never trained on")
+    publish_interval_s: float = Field(60.0, gt=0, description="Seconds between two judgements")
+    gate_tokens: int = Field(5000, ge=100, description="Held-out tokens a judgement needs")
+    checkpoint_interval_s: float = Field(120.0, gt=0, description="Seconds between two checkpoints")
+    threads: int = Field(1, ge=1, description="Threads of the learner")
+    nice: int = Field(19, ge=0, le=19, description="Added to the learner's niceness")
+
+
+class CommonSettings(BaseSettings):
+    """What every command has."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="PACELINE_",
+        env_nested_delimiter="__",
+        extra="forbid",
+        cli_kebab_case=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        cli_implicit_flags=True,
+    )
+
+    home: Path = Field(
+        default_factory=default_home, description="Folder of models, drafts and the learner's state"
+    )
+    log_json: bool = Field(False, description="Log JSON lines")
+    log_level: LogLevel = Field("INFO", description="Least severe level that is logged")
+
+    @field_validator("home")
+    @classmethod
+    def _absolute(cls, home: Path) -> Path:
+        return home.expanduser().absolute()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        file = TomlConfigSettingsSource(settings_cls, _config_file)
+        return (init_settings, env_settings, file)
+
+
+class ServeSettings(CommonSettings):
+    """Serve a model with speculative decoding and a drafter that learns from the traffic.
+
+    Everything after a lone -- is passed to vLLM, for example: -- --tensor-parallel-size 2
+    """
+
+    target: str = Field("embedded", description="Model: 'embedded', a folder, or a Hugging Face id")
+    served_model_name: str | None = Field(None, description="Name in the API; default: the folder's")
+    draft: str = Field(
+        "none", description="Drafter to start from: 'none' (untrained), a folder, or an id"
+    )
+    draft_method: Method = Field("eagle3", description="Type of the drafter")
+    speculative_tokens: int = Field(3, ge=1, le=16, description="K, the tokens drafted in a step")
+    draft_vocab: int = Field(
+        4096, ge=256, description="Tokens that a new EAGLE-3 head can draft, or a draft model is trained on"
+    )
+    probe_interval: int = Field(
+        32, ge=1, description="While the drafter is untrained, one step in this many drafts a probe"
+    )
+    host: str = Field("127.0.0.1", description="Address to listen on; others than loopback need a key")
+    port: int = Field(8000, ge=1, le=65535, description="Port to listen on")
+    api_key: SecretStr | None = Field(None, description="Key that every route asks for")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="Type the model is served in"
+    )
+    max_model_len: int | None = Field(None, ge=16, description="Longest sequence, tokens")
+    kv_cache_gib: float | None = Field(None, gt=0, description="KV cache on a CPU, GiB; default 2")
+    enforce_eager: bool = Field(
+        True, description="No compilation on a CPU (compiled mode gives wrong answers in vLLM 0.32)"
+    )
+    learner: str = Field(
+        "local", description="'local' starts one, 'off' none, or the address of a running one"
+    )
+    capture: bool = Field(True, description="Send traces to the learner")
+    capture_rate: float = Field(1.0, ge=0, le=1, description="Share of requests that are captured")
+    capture_span_tokens: int = Field(
+        2048, ge=32, le=32768, description="Longest span of a trace, tokens"
+    )
+    capture_queue: int = Field(256, ge=1, description="Spans held before the oldest is dropped")
+    learning: LearningOptions = Field(default_factory=LearningOptions)
+    engine_args: Annotated[list[str], NoDecode] = Field(
+        default_factory=list, description="vLLM's own arguments (also: everything after --)"
+    )
+
+    @field_validator("learner")
+    @classmethod
+    def _known_learner(cls, learner: str) -> str:
+        return learner if learner in ("local", "off") else _endpoint(learner)
+
+    @model_validator(mode="after")
+    def _key_for_the_network(self) -> ServeSettings:
+        if self.api_key is None and not _is_loopback(self.host):
+            raise ValueError(
+                f"listening on {self.host} needs --api-key; without one only loopback is served"
+            )
+        return self
+
+
+class LearnSettings(CommonSettings, LearningOptions):
+    """Learn a drafter from the traces of a server, in a process of its own."""
+
+    bind: str = Field(
+        "ipc",
+        description="Where servers find it: 'ipc' (in the home folder), ipc:///path, or "
+        "tcp://127.0.0.1:PORT (traces there, control on PORT + 1)",
+    )
+    target: str = Field("embedded", description="The model served: 'embedded', a folder, or an id")
+    method: Method = Field("eagle3", description="Type of the drafter")
+    speculative_tokens: int = Field(3, ge=1, le=16, description="K, the tokens drafted in a step")
+    with_parent: bool = Field(False, description="End when the process that started it is gone")
+
+    @field_validator("bind")
+    @classmethod
+    def _known_bind(cls, bind: str) -> str:
+        return bind if bind == "ipc" else _endpoint(bind)
+
+
+Settings = TypeVar("Settings", bound=CommonSettings)
+
+_config_file: Path | None = None
+
+
+def load(cls: type[Settings], argv: list[str], program: str = "paceline") -> Settings:
+    """Settings from flags, environment and file; raises UsageError with a line for each problem."""
+    global _config_file
+    argv, engine_args = _split_engine_args(argv)
+    argv, _config_file = _take_config(argv)
+    given: dict[str, Any] = {"engine_args": engine_args} if engine_args else {}
+    try:
+        cli: CliSettingsSource[Any] = CliSettingsSource(
+            cls, cli_parse_args=argv, cli_prog_name=program, cli_exit_on_error=False
+        )
+        return cls(_cli_settings_source=cli, **given)
+    except ValidationError as error:
+        raise UsageError("; ".join(_line(problem) for problem in error.errors())) from None
+    except SettingsError as error:
+        raise UsageError(str(error).removeprefix("error parsing CLI: ")) from None
+    except ValueError as error:
+        raise UsageError(f"{_config_file}: {error}") from None
+
+
+def _split_engine_args(argv: list[str]) -> tuple[list[str], list[str]]:
+    if "--" not in argv:
+        return argv, []
+    at = argv.index("--")
+    return argv[:at], argv[at + 1 :]
+
+
+def _take_config(argv: list[str]) -> tuple[list[str], Path | None]:
+    """``--config FILE`` out of the flags; it is read before they are."""
+    rest, path = [], os.environ.get("PACELINE_CONFIG")
+    words = iter(argv)
+    for word in words:
+        if word == "--config":
+            path = next(words, "")
+        elif word.startswith("--config="):
+            path = word.removeprefix("--config=")
+        else:
+            rest.append(word)
+    if path is None:
+        default = Path(CONFIG_FILE)
+        return rest, default if default.is_file() else None
+    if not Path(path).is_file():
+        raise UsageError(f"there is no configuration file {path!r}")
+    return rest, Path(path)
+
+
+def _line(problem: Any) -> str:
+    place = ".".join(str(part).replace("_", "-") for part in problem["loc"])
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"--{place}: {message}" if place else message
+
+
+def _endpoint(endpoint: str) -> str:
+    try:
+        return check_endpoint(endpoint)
+    except EndpointError as error:
+        raise ValueError(str(error)) from None
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,58 @@
+"""A target or given drafter as a local folder, and a name for exactly those weights."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+from rlcore.errors import PacelineError
+from rlcore.home import Home
+from rlcore.models import resolve_target
+
+
+class TargetError(PacelineError):
+    """A model that cannot be used."""
+
+
+def local_model(name: str, home: Home) -> Path:
+    """The folder of a model: embedded, local, or fetched from the Hugging Face hub.
+
+    Raises PacelineError with one line that says what to do.
+    """
+    resolved = resolve_target(name, home)
+    if isinstance(resolved, Path):
+        return resolved
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(resolved, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"])
+        )
+    except HFValidationError:
+        raise TargetError(
+            f"unknown model {name!r}: give 'embedded', a folder, or a Hugging Face id like org/name"
+        ) from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise TargetError(
+            f"model {name!r} cannot be fetched from the Hugging Face hub ({cause}); "
+            "check the name and the network, or give a local folder"
+        ) from None
+
+
+def model_identity(folder: Path) -> str:
+    """A short name for these weights: the folder's name and a digest of what it holds.
+
+    The digest covers config.json, and of each weight file its size, header and first megabyte: enough
+    to tell models apart without reading gigabytes.
+    """
+    digest = hashlib.blake2b(digest_size=6)
+    digest.update((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name}:{path.stat().st_size}".encode())
+        with open(path, "rb") as file:
+            digest.update(file.read(1 << 20))
+    label = re.sub(r"[^A-Za-z0-9.]+", "-", folder.name).strip("-")[:48]
+    return f"{label}-{digest.hexdigest()}"

@@ -1,0 +1,111 @@
+"""ZeroMQ sockets as every part of Paceline opens them, and non-blocking multipart send and receive.
+
+Ends are ipc or loopback TCP only: traces are text, and the link is not encrypted. Frames travel
+without a copy and without pickle. A message larger than a receiver's limit is dropped by ZeroMQ
+itself, before it is allocated.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import zmq
+
+MAX_FRAME_BYTES = 512 * 1024 * 1024
+"""The largest frame a receiver takes: weights of a drafter, or the states of a very long span."""
+
+Frame = bytes | memoryview
+
+
+class EndpointError(ValueError):
+    """An address that must not or cannot be used."""
+
+
+def check_endpoint(endpoint: str) -> str:
+    """The endpoint itself, if it stays on this machine; raises EndpointError."""
+    parts = urlsplit(endpoint)
+    if parts.scheme == "ipc" and endpoint != "ipc://":
+        return endpoint
+    if parts.scheme == "tcp" and parts.hostname and parts.port:
+        host = parts.hostname
+        if host == "localhost":
+            return endpoint
+        try:
+            if ipaddress.ip_address(host).is_loopback:
+                return endpoint
+        except ValueError:
+            pass
+        raise EndpointError(
+            f"{endpoint} leaves this machine and the link is not encrypted; "
+            "use a loopback address, and an ssh tunnel to reach another machine"
+        )
+    raise EndpointError(f"{endpoint!r} is not an address like tcp://127.0.0.1:5557 or ipc:///path")
+
+
+def learner_endpoints(base: str) -> tuple[str, str]:
+    """(traces, control) of a learner bound at ``base``: two ports, or two socket files."""
+    check_endpoint(base)
+    parts = urlsplit(base)
+    if parts.scheme == "tcp":
+        return base, f"tcp://{parts.hostname}:{(parts.port or 0) + 1}"
+    return f"{base}.traces", f"{base}.control"
+
+
+def open_socket(
+    context: zmq.Context, kind: int, endpoint: str, *, bind: bool, high_water: int = 256
+) -> zmq.Socket:
+    """A socket that never lingers at exit. Raises EndpointError when the address cannot be bound."""
+    check_endpoint(endpoint)
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, high_water)
+    socket.setsockopt(zmq.RCVHWM, high_water)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.RECONNECT_IVL, 100)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    if kind == zmq.PUSH:
+        # Queue only for a peer that is there: with none, a send says so at once.
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+    try:
+        if bind:
+            socket.bind(endpoint)
+            _keep_private(endpoint)
+        else:
+            socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        socket.close()
+        raise EndpointError(f"cannot {'bind' if bind else 'connect to'} {endpoint}: {error}") from None
+    return socket
+
+
+def _keep_private(endpoint: str) -> None:
+    if endpoint.startswith("ipc://"):
+        path = Path(endpoint.removeprefix("ipc://"))
+        if path.exists():
+            os.chmod(path, 0o600)
+
+
+def send(socket: zmq.Socket, frames: Sequence[Frame]) -> bool:
+    """Send without blocking and without copying large frames; False when the queue is full."""
+    try:
+        socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return False
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EHOSTUNREACH:
+            return False
+        raise
+    return True
+
+
+def receive(socket: zmq.Socket) -> list[memoryview] | None:
+    """The next message's frames, or None when there is none."""
+    try:
+        frames = socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return None
+    return [frame.buffer for frame in frames]

@@ -1,0 +1,202 @@
+"""The weight store: versioned folders of safetensors and a manifest, written once, checked on read.
+
+``<root>/<version>/`` holds ``model.safetensors``, ``config.json`` and ``manifest.json``. A folder
+appears by one atomic rename, so whoever sees it sees it whole. Drafters and policies are kept by the
+same store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from rlcore.records import DraftManifest
+
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+MANIFEST = "manifest.json"
+FILES = (WEIGHTS, CONFIG, MANIFEST)
+
+MAX_WEIGHT_BYTES = 64 * 1024**3
+
+
+class WeightError(ValueError):
+    """Weights that must not be used. ``reason`` is a short word, used as a metric label."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+
+
+Signature = dict[str, tuple[str, tuple[int, ...]]]
+"""Tensor name -> (safetensors dtype, shape)."""
+
+
+def signature(header: bytes) -> Signature:
+    """Names, dtypes and shapes out of the start of a safetensors file, no tensor being read.
+
+    Raises WeightError when the bytes are not the start of a safetensors file.
+    """
+    try:
+        (length,) = struct.unpack("<Q", header[:8])
+        if length > len(header) - 8:
+            raise WeightError("truncated", f"header of {length} bytes, {len(header) - 8} are there")
+        entries: dict[str, dict[str, Any]] = json.loads(header[8 : 8 + length])
+        return {
+            name: (entry["dtype"], tuple(entry["shape"]))
+            for name, entry in entries.items()
+            if name != "__metadata__"
+        }
+    except (struct.error, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, WeightError):
+            raise
+        raise WeightError("malformed", f"not a safetensors file ({error})") from None
+
+
+def check_signature(got: Signature, want: Signature) -> None:
+    """Raises WeightError unless both name the same tensors with the same shapes and dtypes."""
+    if missing := sorted(want.keys() - got.keys()):
+        raise WeightError("shape", f"tensors missing: {', '.join(missing[:4])}")
+    if extra := sorted(got.keys() - want.keys()):
+        raise WeightError("shape", f"unexpected tensors: {', '.join(extra[:4])}")
+    for name, (dtype, shape) in want.items():
+        if got[name] != (dtype, shape):
+            raise WeightError("shape", f"{name} is {got[name]}, the live drafter has {(dtype, shape)}")
+
+
+def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises WeightError when a tensor holds NaN or infinity."""
+    for name, tensor in tensors.items():
+        # One reduction a tensor: any NaN or infinity makes the sum of magnitudes non-finite.
+        if tensor.is_floating_point() and not math.isfinite(tensor.float().abs().sum().item()):
+            raise WeightError("not_finite", f"{name} holds NaN or infinity")
+
+
+def read_checked(path: Path, sha256: str) -> tuple[Signature, dict[str, torch.Tensor]]:
+    """Read a weights file once and check those very bytes: digest, form, finiteness.
+
+    Raises WeightError; a missing or unreadable file is one too.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_WEIGHT_BYTES:
+            raise WeightError("oversized", f"{path} has {size} bytes")
+        content = path.read_bytes()
+    except OSError as error:
+        raise WeightError("unreadable", f"{path}: {error.strerror}") from None
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise WeightError("digest", f"{path} is not the file its manifest names")
+    names = signature(content)
+    try:
+        tensors = load(content)
+    except SafetensorError as error:
+        raise WeightError("malformed", str(error)) from None
+    check_finite(tensors)
+    return names, tensors
+
+
+@dataclass(frozen=True)
+class WeightStore:
+    """Versions under one folder. Safe for one writer and many readers."""
+
+    root: Path
+
+    def folder(self, version: int) -> Path:
+        return self.root / f"{version:06d}"
+
+    def versions(self) -> list[int]:
+        """All whole versions, ascending."""
+        if not self.root.is_dir():
+            return []
+        return sorted(
+            int(p.name) for p in self.root.iterdir() if p.name.isdigit() and (p / MANIFEST).is_file()
+        )
+
+    def manifest(self, version: int) -> DraftManifest:
+        """Raises WeightError when there is no such version or its manifest cannot be read."""
+        try:
+            content = (self.folder(version) / MANIFEST).read_bytes()
+            return msgspec.json.decode(content, type=DraftManifest)
+        except OSError:
+            raise WeightError("unknown_version", f"there is no draft version {version}") from None
+        except msgspec.DecodeError as error:
+            raise WeightError("malformed", f"manifest of version {version}: {error}") from None
+
+    def manifests(self) -> list[DraftManifest]:
+        return [self.manifest(version) for version in self.versions()]
+
+    def publish(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        config: Mapping[str, Any],
+        manifest: DraftManifest,
+    ) -> DraftManifest:
+        """Write a version and give back its manifest, with digest and time filled in."""
+        content = save({name: t.detach().contiguous() for name, t in tensors.items()})
+        manifest = msgspec.structs.replace(
+            manifest,
+            sha256=hashlib.sha256(content).hexdigest(),
+            created=manifest.created or time.time(),
+        )
+        config_bytes = json.dumps(config, indent=2).encode()
+        self._put(manifest.version, content, config_bytes, msgspec.json.encode(manifest))
+        return manifest
+
+    def receive(self, version: int, files: Mapping[str, bytes | memoryview]) -> DraftManifest:
+        """Take a version sent by the other side, checked in full first; raises WeightError."""
+        if set(files) != set(FILES):
+            raise WeightError("files", f"got {sorted(files)}, a version is {sorted(FILES)}")
+        try:
+            manifest = msgspec.json.decode(files[MANIFEST], type=DraftManifest)
+            json.loads(bytes(files[CONFIG]))
+        except ValueError as error:
+            raise WeightError("malformed", str(error)) from None
+        if manifest.version != version:
+            raise WeightError("version", f"asked for {version}, got {manifest.version}")
+        content = bytes(files[WEIGHTS])
+        if hashlib.sha256(content).hexdigest() != manifest.sha256:
+            raise WeightError("digest", f"weights of version {version} are not what its manifest names")
+        signature(content)
+        self._put(version, content, bytes(files[CONFIG]), bytes(files[MANIFEST]))
+        return manifest
+
+    def files(self, version: int) -> dict[str, bytes]:
+        """The files of a version, to send; raises WeightError."""
+        try:
+            return {name: (self.folder(version) / name).read_bytes() for name in FILES}
+        except OSError as error:
+            raise WeightError("unreadable", f"version {version}: {error.strerror}") from None
+
+    def remove(self, version: int) -> None:
+        shutil.rmtree(self.folder(version), ignore_errors=True)
+
+    def _put(self, version: int, weights: bytes, config: bytes, manifest: bytes) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        partial = self.root / f".{version:06d}.{os.getpid()}"
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir()
+            for name, content in ((WEIGHTS, weights), (CONFIG, config), (MANIFEST, manifest)):
+                with open(partial / name, "wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+            shutil.rmtree(self.folder(version), ignore_errors=True)
+            partial.rename(self.folder(version))
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise WeightError("unwritable", f"{self.root}: {error.strerror}") from None

@@ -1,0 +1,170 @@
+"""Builds the HTTP app, vLLM's routes and ours, and serves it until told to stop.
+
+The only module outside rlcore.engine that imports vLLM. Read against vLLM 0.32.0:
+``entrypoints.launchers``: ``build_app``, ``init_app_state``, ``serve_http``, ``setup_server``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import REGISTRY
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.launcher import serve_http
+
+from rlcore.engine.frontend import PacelineLLM, Ticket
+from rlcore.engine.launch import start_engine
+from rlcore.log import get_logger
+from rlcore.records import RequestEnd
+from rlcore.settings import ServeSettings
+from server.drafts import Drafts
+from server.engine_link import EngineLink
+from server.learner_link import LearnerLink
+from server.learner_process import LearnerProcess
+from server.metrics import PacelineCollector
+from server.middleware import DraftAccount, KeyGuard
+from server.routes import router
+from server.status import ServerState
+
+log = get_logger("server")
+
+WORKER_DEADLINE = 60.0
+"""Seconds between the engine being up and its worker's first report."""
+
+RPC_DEADLINE = 30.0
+
+
+async def serve(
+    settings: ServeSettings,
+    args: Namespace,
+    sock: socket.socket,
+    drafts: Drafts,
+    link_endpoint: str,
+    learner_endpoint: str | None,
+    learner: LearnerProcess | None,
+    target_version: int,
+) -> None:
+    """Bring everything up, serve, and take it down again in the opposite order."""
+    engine_link = EngineLink(link_endpoint)
+    llm = await asyncio.to_thread(start_engine, args)
+    learner_link = None
+    if learner_endpoint is not None:
+        learner_link = LearnerLink(
+            learner_endpoint, drafts, target_version, settings.speculative_tokens
+        )
+    state = ServerState(
+        drafts=drafts,
+        engine_link=engine_link,
+        learner_link=learner_link,
+        target_id=drafts.target_id,
+        target_version=target_version,
+        speculative_tokens=settings.speculative_tokens,
+        started=time.time(),
+    )
+    connect(llm, drafts, engine_link)
+    background = [engine_link.run()]
+    if learner_link is not None:
+        background.append(learner_link.run())
+    if learner is not None:
+        background.append(learner.run())
+    async with _running(background):
+        try:
+            await engine_link.wait_for_worker(WORKER_DEADLINE)
+            app = await build(settings, args, llm, state)
+            REGISTRY.register(PacelineCollector(state))
+            log.info("ready", url=f"http://{settings.host}:{settings.port}/v1", draft=drafts.live)
+            finished = await serve_http(
+                app,
+                sock,
+                host=settings.host,
+                port=settings.port,
+                log_level="warning",
+                access_log=False,
+                timeout_keep_alive=5,
+            )
+            await finished
+        finally:
+            llm.shutdown()
+    if learner_link is not None:
+        learner_link.close()
+    engine_link.close()
+
+
+def connect(llm: PacelineLLM, drafts: Drafts, link: EngineLink) -> None:
+    """Give the drafts their engine, and the engine's request ends their link."""
+
+    async def swap(folder: str, sha256: str, version: int) -> dict[str, Any]:
+        reports = await llm.collective_rpc("paceline_swap", args=(folder, sha256, version))
+        failed = [report for report in reports if report["error"] is not None]
+        return (failed or reports)[0]
+
+    def on_end(request_id: str, output_tokens: int, ticket: Ticket) -> None:
+        link.send_end(RequestEnd(request_id, output_tokens, ticket.tenant, ticket.learn))
+
+    llm.on_end = on_end
+    drafts.connect(swap)
+
+
+async def build(
+    settings: ServeSettings, args: Namespace, llm: PacelineLLM, state: ServerState
+) -> FastAPI:
+    """vLLM's app with our routes and our wrapping."""
+    tasks = await llm.get_supported_tasks()
+    app = build_app(args, tasks, llm.model_config)
+    app.state.paceline = state
+    app.include_router(router)
+    await init_app_state(llm, app.state, args, tasks)
+
+    async def acceptance_of(engine_ids: list[str]) -> list[dict[str, Any]]:
+        answers = await llm.collective_rpc(
+            "paceline_request_acceptance", timeout=RPC_DEADLINE, args=(engine_ids,)
+        )
+        return list(answers[0])
+
+    # vLLM has built the middleware stack already, so ours goes around it.
+    stack = app.middleware_stack or app.build_middleware_stack()
+    stack = DraftAccount(stack, state.drafts, acceptance_of)
+    if settings.api_key is not None:
+        stack = KeyGuard(stack, settings.api_key.get_secret_value())
+    app.middleware_stack = stack
+    return app
+
+
+@contextlib.asynccontextmanager
+async def _running(work: list[Any]) -> AsyncIterator[None]:
+    tasks = [asyncio.ensure_future(item) for item in work]
+    for task in tasks:
+        task.add_done_callback(_say_if_failed)
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _say_if_failed(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("a background task of the server failed", error=repr(task.exception()))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket, so that a port in use is known before the engine starts; raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind((host, port))
+    return sock
+
+
+def draft_folder(drafts: Drafts) -> Path:
+    return drafts.store.folder(drafts.live)

@@ -1,0 +1,136 @@
+"""``paceline serve``: bring up a server with its learner."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+from rlcore.engine.options import EngineOptions
+from rlcore.errors import PacelineError
+from rlcore.home import Home
+from rlcore.log import get_logger, setup_logging
+from rlcore.settings import ServeSettings, load
+from rlcore.target import local_model, model_identity
+from rlcore.transport import EndpointError, learner_endpoints
+from rlcore.weights import WeightStore
+from server.drafts import DraftError, Drafts
+
+log = get_logger("server")
+
+TARGET_VERSION = 0
+"""Serving alone never changes the target."""
+
+
+class StartError(PacelineError):
+    """The server cannot start like this."""
+
+
+def main(argv: list[str]) -> int:
+    settings = load(ServeSettings, argv)
+    setup_logging("server", settings.log_json, settings.log_level)
+    home = Home(settings.home)
+    with home.lock("serve"):
+        return _serve(settings, home)
+
+
+def _serve(settings: ServeSettings, home: Home) -> int:
+    from rlcore.engine.launch import engine_arguments, prepare_environment
+
+    prepare_environment(settings)
+    target = local_model(settings.target, home)
+    target_id = model_identity(target)
+    drafts = _drafts(settings, home, target, target_id)
+    link_endpoint = f"ipc://{home.run}/engine"
+    learner_base = _learner_base(settings, home)
+    traces = control = None
+    if learner_base is not None:
+        traces, control = learner_endpoints(learner_base)
+    options = EngineOptions(
+        target_version=TARGET_VERSION,
+        draft_version=drafts.live,
+        trained=drafts.manifest().origin != "untrained",
+        probe_interval=settings.probe_interval,
+        link_endpoint=link_endpoint,
+        trace_endpoint=traces if settings.capture else None,
+        capture_rate=settings.capture_rate,
+        capture_span_tokens=settings.capture_span_tokens,
+        capture_queue=settings.capture_queue,
+    )
+    from server.app import draft_folder, listen, serve
+    from server.learner_process import LearnerProcess
+
+    try:
+        sock = listen(settings.host, settings.port)
+    except OSError as error:
+        raise StartError(
+            f"cannot listen on {settings.host}:{settings.port} ({error.strerror}); "
+            "choose another with --port"
+        ) from None
+    name = settings.served_model_name or target.name
+    args = engine_arguments(settings, target, name, draft_folder(drafts), options)
+    learner = None
+    if settings.learner == "local" and learner_base is not None:
+        learner = LearnerProcess(_learner_arguments(settings, home, target, learner_base))
+    try:
+        with sock:
+            asyncio.run(
+                serve(settings, args, sock, drafts, link_endpoint, control, learner, TARGET_VERSION)
+            )
+    except EndpointError as error:
+        raise StartError(str(error)) from None
+    return 0
+
+
+def _drafts(settings: ServeSettings, home: Home, target: Path, target_id: str) -> Drafts:
+    """The drafts of this target; the first version is made or imported if need be."""
+    store = WeightStore(home.drafts / f"{target_id}-{settings.draft_method}")
+    command = [
+        sys.executable, "-m", "learner.first_draft",
+        "--target", str(target),
+        "--target-id", target_id,
+        "--method", settings.draft_method,
+        "--draft", settings.draft,
+        "--draft-vocab", str(settings.draft_vocab),
+        "--store", str(store.root),
+        "--home", str(home.root),
+    ]  # fmt: skip
+    # Another process, because the server imports nothing of the learner.
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=None, text=True, check=False)
+    if done.returncode != 0:
+        raise StartError(done.stdout.strip().splitlines()[-1] if done.stdout.strip() else
+                         f"the first draft could not be made (exit code {done.returncode})")
+    try:
+        drafts = Drafts.load(store, target_id, settings.draft_method)
+    except DraftError as error:
+        raise StartError(str(error)) from None
+    if drafts is None:
+        raise StartError(f"{store.root} holds no live draft; delete the folder to start anew")
+    return drafts
+
+
+def _learner_base(settings: ServeSettings, home: Home) -> str | None:
+    if settings.learner == "off":
+        return None
+    if settings.learner == "local":
+        return f"ipc://{home.run}/learner"
+    return settings.learner
+
+
+def _learner_arguments(
+    settings: ServeSettings, home: Home, target: Path, base: str
+) -> list[str]:
+    """The embedded learner's flags: what this server was told, passed on."""
+    arguments = [
+        "--home", str(home.root),
+        "--bind", base,
+        "--target", str(target),
+        "--method", settings.draft_method,
+        "--log-level", settings.log_level,
+    ]  # fmt: skip
+    if settings.log_json:
+        arguments.append("--log-json")
+    for name, value in settings.learning.model_dump(exclude_none=True).items():
+        arguments += [f"--{name.replace('_', '-')}", str(value)]
+    return arguments

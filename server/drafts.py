@@ -1,0 +1,166 @@
+"""Which draft version is live: checks, swaps, remembers, goes back.
+
+One swap at a time. The live version is written down before clients can see it, so a restart serves
+what was last promoted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlcore.log import get_logger
+from rlcore.records import DraftManifest
+from rlcore.weights import WEIGHTS, WeightError, WeightStore, check_signature, signature
+
+log = get_logger("server")
+
+SWAP_DEADLINE = 60.0
+"""Seconds the engine is given to answer; it answers between two steps."""
+
+KEPT_VERSIONS = 16
+"""Versions kept on disk beside the live and the previous one."""
+
+Swap = Callable[[str, str, int], Awaitable[dict[str, Any]]]
+"""(folder, sha256, version) -> the engine's SwapReport as plain values."""
+
+
+class DraftError(ValueError):
+    """A version that cannot be made live; the live one is untouched."""
+
+
+@dataclass
+class SwapStatistics:
+    count: int = 0
+    failed: dict[str, int] = field(default_factory=dict)
+    seconds_sum: float = 0.0
+    last_seconds: float | None = None
+
+
+@dataclass
+class LiveDraft:
+    """What ``live.json`` holds."""
+
+    live: int
+    previous: int | None = None
+
+
+class Drafts:
+    """The versions of one target's drafter, and which of them serves."""
+
+    def __init__(self, store: WeightStore, target_id: str, method: str, state: LiveDraft) -> None:
+        self.store = store
+        self.target_id = target_id
+        self.method = method
+        self.live = state.live
+        self.previous = state.previous
+        self.statistics = SwapStatistics()
+        self.on_change: list[Callable[[], None]] = []
+        self._lock = asyncio.Lock()
+        self._swap: Swap | None = None
+
+    @classmethod
+    def load(cls, store: WeightStore, target_id: str, method: str) -> Drafts | None:
+        """As a server left them; None when nothing was ever live here."""
+        state = read_live(store.root)
+        if state is None or state.live not in store.versions():
+            return None
+        return cls(store, target_id, method, state)
+
+    def connect(self, swap: Swap) -> None:
+        """Give it the engine."""
+        self._swap = swap
+
+    def manifest(self) -> DraftManifest:
+        return self.store.manifest(self.live)
+
+    def next_version(self) -> int:
+        return max([*self.store.versions(), self.live]) + 1
+
+    async def activate(self, version: int) -> float:
+        """Make a version live; seconds the engine stood still. Raises DraftError."""
+        async with self._lock:
+            if version == self.live:
+                return 0.0
+            try:
+                manifest = self._check(version)
+            except WeightError as error:
+                self._failed(error.reason)
+                raise DraftError(f"draft version {version} was refused: {error}") from None
+            if self._swap is None:
+                raise DraftError("the engine is not up yet")
+            folder = str(self.store.folder(version))
+            try:
+                async with asyncio.timeout(SWAP_DEADLINE):
+                    report = await self._swap(folder, manifest.sha256, version)
+            except TimeoutError:
+                self._failed("deadline")
+                raise DraftError(f"the engine did not answer within {SWAP_DEADLINE:.0f} s") from None
+            if report["error"] is not None:
+                self._failed(report["reason"])
+                raise DraftError(f"draft version {version} was refused: {report['error']}")
+            self.previous, self.live = self.live, version
+            write_live(self.store.root, LiveDraft(self.live, self.previous))
+            self.statistics.count += 1
+            self.statistics.last_seconds = report["seconds"]
+            self.statistics.seconds_sum += report["seconds"]
+            log.info("draft swapped", live=version, previous=self.previous,
+                     milliseconds=round(report["seconds"] * 1000))
+            self._forget_old()
+        for changed in self.on_change:
+            changed()
+        return float(report["seconds"])
+
+    async def rollback(self) -> float:
+        """Go back to the version that was live before. Raises DraftError."""
+        if self.previous is None:
+            raise DraftError("there is no previous draft version to go back to")
+        return await self.activate(self.previous)
+
+    def _check(self, version: int) -> DraftManifest:
+        manifest = self.store.manifest(version)
+        if manifest.target_id != self.target_id:
+            raise WeightError("target", f"it was trained for {manifest.target_id}")
+        if manifest.method != self.method:
+            raise WeightError("method", f"it is a {manifest.method} drafter")
+        check_signature(self._signature(version), self._signature(self.live))
+        return manifest
+
+    def _signature(self, version: int):
+        path = self.store.folder(version) / WEIGHTS
+        try:
+            with open(path, "rb") as file:
+                head = file.read(8)
+                return signature(head + file.read(int.from_bytes(head, "little") % (1 << 27)))
+        except OSError as error:
+            raise WeightError("unreadable", f"{path.name}: {error.strerror}") from None
+
+    def _failed(self, reason: str) -> None:
+        self.statistics.failed[reason] = self.statistics.failed.get(reason, 0) + 1
+        log.warning("draft swap failed; the old drafter serves on", reason=reason, live=self.live)
+
+    def _forget_old(self) -> None:
+        keep = {self.live, self.previous, 0}
+        for version in self.store.versions()[:-KEPT_VERSIONS]:
+            if version not in keep:
+                self.store.remove(version)
+
+
+def read_live(root: Path) -> LiveDraft | None:
+    try:
+        return LiveDraft(**json.loads((root / "live.json").read_text()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise DraftError(f"{root / 'live.json'} is damaged ({error}); delete it to start anew") from None
+
+
+def write_live(root: Path, state: LiveDraft) -> None:
+    partial = root / f".live.json.{os.getpid()}"
+    partial.write_text(json.dumps({"live": state.live, "previous": state.previous}))
+    partial.rename(root / "live.json")

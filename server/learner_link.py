@@ -1,0 +1,179 @@
+"""The server's side of the link to a learner: says hello, takes announced versions, gives weights.
+
+Losing the learner changes nothing for clients: every send is without waiting, every wait has a
+deadline, and the link picks up by itself when a learner is there again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import zmq
+import zmq.asyncio
+
+from rlcore.log import get_logger
+from rlcore.records import (
+    Announce,
+    DraftFiles,
+    FetchDraft,
+    Hello,
+    LearnerMessage,
+    LearnerReport,
+    RecordError,
+    Verdict,
+    decode_learner_message,
+    encode,
+)
+from rlcore.transport import open_socket
+from rlcore.weights import WeightError
+from server.drafts import DraftError, Drafts
+
+log = get_logger("server")
+
+HELLO_INTERVAL = 2.0
+FETCH_DEADLINE = 60.0
+"""Seconds a learner is given to send the files of a version it announced."""
+
+ALIVE_FOR = 15.0
+"""A learner that has not reported for this many seconds counts as gone."""
+
+
+class LearnerLink:
+    def __init__(self, endpoint: str, drafts: Drafts, target_version: int, tokens: int) -> None:
+        self._socket = open_socket(zmq.asyncio.Context.instance(), zmq.DEALER, endpoint, bind=False)
+        self._drafts = drafts
+        self._target_version = target_version
+        self._speculative_tokens = tokens
+        self._awaited: dict[int, asyncio.Future[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.report: LearnerReport | None = None
+        self.reported_at: float | None = None
+        self.rejected: dict[str, int] = {}
+        drafts.on_change.append(self._say_hello_soon)
+
+    @property
+    def age(self) -> float | None:
+        """Seconds since the learner was last heard of."""
+        return None if self.reported_at is None else time.monotonic() - self.reported_at
+
+    @property
+    def alive(self) -> bool:
+        return self.age is not None and self.age < ALIVE_FOR
+
+    async def run(self) -> None:
+        """Serve the link for ever; cancel to stop."""
+        self._start(self._greet())
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                message = decode_learner_message(frames[0])
+                self._take(message, frames[1:])
+            except (RecordError, WeightError) as error:
+                self.rejected[error.reason] = self.rejected.get(error.reason, 0) + 1
+                log.warning("a learner message was dropped", reason=str(error))
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._socket.close()
+
+    def _take(self, message: LearnerMessage, frames: list[bytes]) -> None:
+        if isinstance(message, LearnerReport):
+            self.report, self.reported_at = message, time.monotonic()
+        elif isinstance(message, Announce):
+            self._start(self._promote(message))
+        elif isinstance(message, FetchDraft):
+            self._start(self._give(message.version))
+        elif isinstance(message, DraftFiles):
+            self._receive_files(message, frames)
+
+    def _receive_files(self, message: DraftFiles, frames: list[bytes]) -> None:
+        awaited = self._awaited.pop(message.version, None)
+        if awaited is None or awaited.done():
+            raise RecordError("unasked", f"files of version {message.version}")
+        if message.error is not None:
+            awaited.set_exception(WeightError("fetch", message.error))
+        elif [len(f) for f in frames] != message.sizes or len(frames) != len(message.names):
+            awaited.set_exception(WeightError("fetch", "the files' sizes are not those announced"))
+        else:
+            try:
+                self._drafts.store.receive(
+                    message.version, dict(zip(message.names, frames, strict=True))
+                )
+                awaited.set_result(None)
+            except WeightError as error:
+                awaited.set_exception(error)
+
+    async def _promote(self, announce: Announce) -> None:
+        """Fetch, check, swap, answer. The learner's gate has passed it; this side may still refuse."""
+        version = announce.manifest.version
+        error = None
+        try:
+            if version in self._drafts.store.versions():
+                raise DraftError(f"version {version} exists already")
+            await self._fetch(version)
+            await self._drafts.activate(version)
+        except (DraftError, WeightError) as failure:
+            error = str(failure)
+            log.warning("an announced draft was refused", version=version, reason=error)
+        verdict = Verdict(version, error is None, self._drafts.live, error)
+        await self._send(verdict)
+
+    async def _fetch(self, version: int) -> None:
+        awaited = self._awaited[version] = asyncio.get_running_loop().create_future()
+        await self._send(FetchDraft(version))
+        try:
+            async with asyncio.timeout(FETCH_DEADLINE):
+                await awaited
+        except TimeoutError:
+            raise WeightError("fetch", f"version {version} did not come in time") from None
+        finally:
+            self._awaited.pop(version, None)
+
+    async def _give(self, version: int) -> None:
+        try:
+            files = await asyncio.to_thread(self._drafts.store.files, version)
+        except WeightError as error:
+            await self._send(DraftFiles(version, error=str(error)))
+            return
+        sizes = [len(content) for content in files.values()]
+        await self._send(DraftFiles(version, list(files), sizes), list(files.values()))
+
+    async def _greet(self) -> None:
+        while True:
+            await self._greet_once()
+            await asyncio.sleep(HELLO_INTERVAL)
+
+    def _say_hello_soon(self) -> None:
+        self._start(self._greet_once())
+
+    async def _greet_once(self) -> None:
+        await self._send(
+            Hello(
+                self._drafts.target_id,
+                self._target_version,
+                self._drafts.method,
+                self._speculative_tokens,
+                self._drafts.live,
+                self._drafts.next_version() - 1,
+            )
+        )
+
+    async def _send(self, message: LearnerMessage, frames: list[bytes] | None = None) -> None:
+        try:
+            await self._socket.send_multipart(
+                [encode(message), *(frames or [])], flags=zmq.NOBLOCK, copy=False
+            )
+        except zmq.Again:
+            log.debug("the learner is away", message=type(message).__name__)
+
+    def _start(self, work) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("the learner link failed at a task", error=repr(task.exception()))

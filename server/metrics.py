@@ -1,0 +1,143 @@
+"""Our Prometheus metrics, beside vLLM's on /metrics. Read from ServerState when scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from server.status import ServerState
+
+
+class PacelineCollector(Collector):
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._acceptance()
+        yield from self._traces()
+        yield from self._swaps()
+        yield from self._learner()
+
+    def _acceptance(self) -> Iterator[Metric]:
+        length = GaugeMetricFamily(
+            "paceline_acceptance_length",
+            "Tokens emitted per step in which something was drafted, bonus token included",
+            labels=["draft_version"],
+        )
+        drafted = CounterMetricFamily(
+            "paceline_draft_tokens",
+            "Draft tokens verified, by draft version and position",
+            labels=["draft_version", "position"],
+        )
+        accepted = CounterMetricFamily(
+            "paceline_accepted_tokens",
+            "Draft tokens accepted, by draft version and position",
+            labels=["draft_version", "position"],
+        )
+        rejected = CounterMetricFamily(
+            "paceline_rejected_tokens",
+            "Draft tokens not accepted, by draft version and position",
+            labels=["draft_version", "position"],
+        )
+        rate = GaugeMetricFamily(
+            "paceline_acceptance_rate",
+            "Accepted at a position, given that the position was reached",
+            labels=["draft_version", "position"],
+        )
+        steps = CounterMetricFamily(
+            "paceline_decode_steps", "Decode steps", labels=["draft_version", "drafted"]
+        )
+        for count in self._state.acceptance().values():
+            version = str(count.version)
+            if count.length is not None:
+                length.add_metric([version], count.length)
+            for i, (d, a, r) in enumerate(zip(count.drafted, count.accepted, count.rates, strict=True)):
+                drafted.add_metric([version, str(i)], d)
+                accepted.add_metric([version, str(i)], a)
+                rejected.add_metric([version, str(i)], d - a)
+                rate.add_metric([version, str(i)], r)
+            steps.add_metric([version, "yes"], count.steps)
+            steps.add_metric([version, "no"], count.plain_steps)
+        yield from (length, drafted, accepted, rejected, rate, steps)
+
+    def _traces(self) -> Iterator[Metric]:
+        capture = self._state.capture()
+        yield CounterMetricFamily(
+            "paceline_traces_captured", "Spans captured in the engine", value=capture.captured
+        )
+        yield CounterMetricFamily(
+            "paceline_traces_sent", "Spans handed to the learner", value=capture.sent
+        )
+        yield _by_reason("paceline_traces_dropped", "Spans not sent, by reason", capture.dropped)
+
+    def _swaps(self) -> Iterator[Metric]:
+        drafts = self._state.drafts
+        statistics = drafts.statistics
+        live = GaugeMetricFamily(
+            "paceline_live_draft", "The live draft version", labels=["draft_version", "method"]
+        )
+        live.add_metric([str(drafts.live), drafts.method], 1)
+        yield live
+        yield CounterMetricFamily("paceline_swaps", "Successful swaps", value=statistics.count)
+        yield _by_reason(
+            "paceline_failed_swaps", "Swaps refused or undone, by reason", statistics.failed
+        )
+        yield CounterMetricFamily(
+            "paceline_swap_seconds",
+            "Seconds the engine stood still for swaps",
+            value=statistics.seconds_sum,
+        )
+
+    def _learner(self) -> Iterator[Metric]:
+        link = self._state.learner_link
+        yield GaugeMetricFamily(
+            "paceline_learner_up", "1 while the learner reports", value=bool(link and link.alive)
+        )
+        if link is None or link.report is None:
+            return
+        report = link.report
+        yield CounterMetricFamily(
+            "paceline_traces_received", "Spans the learner took", value=report.received
+        )
+        yield _by_reason(
+            "paceline_traces_rejected", "Messages the learner refused, by reason", report.rejected
+        )
+        yield CounterMetricFamily(
+            "paceline_trained_tokens", "Positions trained on, repeats counted", value=report.tokens_seen
+        )
+        yield CounterMetricFamily(
+            "paceline_learner_updates", "Optimizer updates", value=report.updates
+        )
+        yield CounterMetricFamily(
+            "paceline_publications", "Versions that passed the gate", value=report.published
+        )
+        yield GaugeMetricFamily(
+            "paceline_replay_tokens", "Positions in the replay", value=report.replay_tokens
+        )
+        for name, help_text, value in (
+            ("paceline_learner_loss", "Training loss of the last updates", report.loss),
+            (
+                "paceline_heldout_acceptance_length",
+                "Estimated acceptance length of the newest candidate on held-out traffic",
+                report.heldout_length,
+            ),
+            (
+                "paceline_live_heldout_acceptance_length",
+                "Estimated acceptance length of the live version on that same traffic",
+                report.live_length,
+            ),
+        ):
+            if value is not None:
+                yield GaugeMetricFamily(name, help_text, value=value)
+
+
+def _by_reason(name: str, help_text: str, counts: dict[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, help_text, labels=["reason"])
+    for reason, count in sorted(counts.items()):
+        family.add_metric([reason], count)
+    return family

@@ -1,0 +1,152 @@
+"""What wraps every request, vLLM's routes and ours: the key, the draft version, the usage.
+
+Plain ASGI, so that streams pass through chunk by chunk and the ticket's context reaches the engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rlcore.engine.frontend import Ticket, current_ticket
+from server.drafts import Drafts
+
+VERSION_HEADER = b"x-paceline-draft-version"
+USAGE_HEADER = b"x-paceline-usage"
+
+AcceptanceOf = Callable[[list[str]], Awaitable[list[dict[str, Any]]]]
+"""Engine request ids -> acceptance counts by draft version, as plain values."""
+
+
+class KeyGuard:
+    """Every route asks for the key: vLLM's own guard lets some paths past."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self.app = app
+        self._digest = hashlib.sha256(key.encode()).digest()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket") and not self._allowed(scope):
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+                return
+            response = JSONResponse(
+                {
+                    "error": {
+                        "message": "Missing or wrong API key. Send 'Authorization: Bearer KEY'.",
+                        "type": "authentication_error",
+                        "code": "invalid_api_key",
+                    }
+                },
+                status_code=401,
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            await response(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _allowed(self, scope: Scope) -> bool:
+        scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        given = hashlib.sha256(key.strip()).digest()
+        return hmac.compare_digest(given, self._digest) and scheme.lower() == b"bearer"
+
+
+class DraftAccount:
+    """Gives each request a ticket, says which draft version served it, and adds it to the usage.
+
+    The header carries the version at admission. With ``x-paceline-usage: true`` the final usage also
+    lists every version that drafted for the request, with its acceptance counts.
+    """
+
+    def __init__(self, app: ASGIApp, drafts: Drafts, acceptance_of: AcceptanceOf) -> None:
+        self.app = app
+        self._drafts = drafts
+        self._acceptance_of = acceptance_of
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        ticket = Ticket()
+        current_ticket.set(ticket)
+        version = str(self._drafts.live).encode()
+        wants_usage = dict(scope["headers"]).get(USAGE_HEADER, b"").lower() in (b"1", b"true")
+        account = _UsageWriter(send, ticket, self._acceptance_of) if wants_usage else None
+
+        async def send_on(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), (VERSION_HEADER, version)]
+            await (account(message) if account else send(message))
+
+        await self.app(scope, receive, send_on)
+
+
+class _UsageWriter:
+    """Adds ``usage.paceline`` to a JSON body, or to the usage event of an event stream."""
+
+    def __init__(self, send: Send, ticket: Ticket, acceptance_of: AcceptanceOf) -> None:
+        self._send = send
+        self._ticket = ticket
+        self._acceptance_of = acceptance_of
+        self._start: Message | None = None
+        self._stream = False
+        self._buffer = b""
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            kind = dict(message["headers"]).get(b"content-type", b"")
+            self._stream = kind.startswith(b"text/event-stream")
+            if self._stream or not kind.startswith(b"application/json"):
+                await self._send(message)
+            else:
+                self._start = message  # its content-length is known only with the body
+            return
+        if message["type"] != "http.response.body" or not (self._stream or self._start):
+            await self._send(message)
+            return
+        self._buffer += message.get("body", b"")
+        more = message.get("more_body", False)
+        if self._stream:
+            events, separator, rest = self._buffer.rpartition(b"\n\n")
+            done = events + separator if more else self._buffer
+            self._buffer = rest if more else b""
+            body = b"\n\n".join([await self._event(e) for e in done.split(b"\n\n")])
+            await self._send({**message, "body": body})
+        elif not more:
+            await self._send_json(self._buffer)
+
+    async def _event(self, event: bytes) -> bytes:
+        if b'"usage"' not in event or not event.startswith(b"data: {"):
+            return event
+        body = await self._with_usage(event.removeprefix(b"data: "))
+        return b"data: " + body
+
+    async def _send_json(self, content: bytes) -> None:
+        assert self._start is not None
+        body = await self._with_usage(content)
+        headers = [(k, v) for k, v in self._start["headers"] if k.lower() != b"content-length"]
+        headers.append((b"content-length", str(len(body)).encode()))
+        await self._send({**self._start, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _with_usage(self, content: bytes) -> bytes:
+        try:
+            value = json.loads(content)
+        except ValueError:
+            return content
+        holder = value.get("response", value) if isinstance(value, dict) else None
+        if not isinstance(holder, dict) or not isinstance(holder.get("usage"), dict):
+            return content
+        if holder.get("choices"):
+            # A stream's running usage; the last event, without choices, carries the account.
+            if value.get("object", "").endswith(".chunk"):
+                return content
+        versions = await self._acceptance_of(self._ticket.engine_ids)
+        holder["usage"]["paceline"] = {"versions": versions}
+        return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()

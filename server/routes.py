@@ -1,0 +1,69 @@
+"""Paceline's own routes, under /v1/paceline/."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, HTTPException, Request
+from starlette.concurrency import run_in_threadpool
+
+from rlcore.weights import WeightError
+from server.drafts import DraftError
+from server.status import ServerState, acceptance_view, status
+
+router = APIRouter(prefix="/v1/paceline", tags=["paceline"])
+
+
+def _state(request: Request) -> ServerState:
+    state: ServerState = request.app.state.paceline
+    return state
+
+
+@router.get("/status")
+async def get_status(request: Request) -> dict[str, Any]:
+    """Target and draft versions, acceptance, the learner's state, trace counters."""
+    return status(_state(request))
+
+
+@router.get("/drafts")
+async def get_drafts(request: Request) -> dict[str, Any]:
+    """Every draft version on disk: its origin, its measures, and its live acceptance so far."""
+    state = _state(request)
+    acceptance = state.acceptance()
+    try:
+        manifests = await run_in_threadpool(state.drafts.store.manifests)
+    except WeightError as error:
+        raise HTTPException(500, str(error)) from None
+    return {
+        "live": state.drafts.live,
+        "previous": state.drafts.previous,
+        "drafts": [
+            {**msgspec.to_builtins(m), "acceptance": acceptance_view(acceptance.get(m.version))}
+            for m in manifests
+        ],
+    }
+
+
+@router.post("/drafts/rollback")
+async def post_rollback(request: Request) -> dict[str, Any]:
+    """Make the previously live version live again."""
+    drafts = _state(request).drafts
+    try:
+        seconds = await drafts.rollback()
+    except DraftError as error:
+        raise HTTPException(409, str(error)) from None
+    return {"live": drafts.live, "previous": drafts.previous, "seconds": seconds}
+
+
+@router.post("/drafts/{version}/activate")
+async def post_activate(request: Request, version: int) -> dict[str, Any]:
+    """Make one version live. ``seconds`` is how long the engine stood still for it."""
+    drafts = _state(request).drafts
+    if version not in await run_in_threadpool(drafts.store.versions):
+        raise HTTPException(404, f"there is no draft version {version}")
+    try:
+        seconds = await drafts.activate(version)
+    except DraftError as error:
+        raise HTTPException(409, str(error)) from None
+    return {"live": drafts.live, "previous": drafts.previous, "seconds": seconds}

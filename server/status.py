@@ -1,0 +1,74 @@
+"""One reading of everything the server knows about its drafter, for routes and metrics."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from rlcore.records import AcceptanceCount, CaptureCounts
+from server.drafts import Drafts
+from server.engine_link import EngineLink
+from server.learner_link import LearnerLink
+
+
+@dataclass
+class ServerState:
+    """What the routes, the middleware and the metrics share."""
+
+    drafts: Drafts
+    engine_link: EngineLink
+    learner_link: LearnerLink | None
+    target_id: str
+    target_version: int
+    speculative_tokens: int
+    started: float
+
+    def acceptance(self) -> dict[int, AcceptanceCount]:
+        report = self.engine_link.report
+        return {} if report is None else {a.version: a for a in report.acceptance}
+
+    def capture(self) -> CaptureCounts:
+        report = self.engine_link.report
+        return CaptureCounts() if report is None else report.capture
+
+
+def acceptance_view(count: AcceptanceCount | None) -> dict[str, Any] | None:
+    """Plain values of one version's counts, with the two figures made of them."""
+    if count is None:
+        return None
+    return {**msgspec.to_builtins(count), "length": count.length, "rates": count.rates}
+
+
+def status(state: ServerState) -> dict[str, Any]:
+    """The body of ``GET /v1/paceline/status``."""
+    drafts, link = state.drafts, state.learner_link
+    acceptance = state.acceptance()
+    learner: dict[str, Any] = {"alive": False, "age_s": None}
+    if link is not None:
+        learner = {"alive": link.alive, "age_s": link.age, "messages_rejected": link.rejected}
+        if link.report is not None:
+            learner |= msgspec.to_builtins(link.report)
+    return {
+        "target": {"id": state.target_id, "version": state.target_version},
+        "draft": {
+            "live": drafts.live,
+            "previous": drafts.previous,
+            "method": drafts.method,
+            "speculative_tokens": state.speculative_tokens,
+        },
+        "acceptance": {
+            "live": acceptance_view(acceptance.get(drafts.live)),
+            "previous": acceptance_view(acceptance.get(-1 if drafts.previous is None else drafts.previous)),
+        },
+        "learner": learner,
+        "traces": msgspec.to_builtins(state.capture()),
+        "swaps": {
+            "count": drafts.statistics.count,
+            "failed": drafts.statistics.failed,
+            "last_seconds": drafts.statistics.last_seconds,
+        },
+        "uptime_s": time.time() - state.started,
+    }
