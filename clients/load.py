@@ -1,7 +1,7 @@
 """A load generator: real ``openai`` client, real streams, every chunk's arrival written down.
 
-Nothing is retried, because a retry would hide what is measured. Every request ends within its deadline,
-and whatever went wrong stands in its record.
+Nothing is retried, because a retry would hide what is measured. Every request ends within its
+deadline, and whatever went wrong stands in its record.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ async def run_load(
 ) -> LoadResult:
     """Send each prompt once, ``concurrency`` at a time.
 
-    ``origin`` is the ``time.perf_counter()`` that all times count from (default: now). After ``until``
-    seconds, or once ``stop`` is set, no request is begun; those under way are waited for.
+    ``origin`` is the ``time.perf_counter()`` that all times count from (default: now). After
+    ``until`` seconds, or once ``stop`` is set, no request is begun; those under way are waited for.
     """
     origin = time.perf_counter() if origin is None else origin
     queue = iter(prompts)

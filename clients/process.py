@@ -1,7 +1,7 @@
 """Runs ``paceline serve`` as a real process: for end-to-end tests and benchmarks.
 
-The process gets its own session, a free port and its own home folder. Whatever happens, nothing of it is
-left when ``stop`` returns.
+The process gets its own session, a free port and its own home folder. Whatever happens, nothing of
+it is left when ``stop`` returns.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> Self:
-        """Start it and wait until it serves; raises ServerFailed, and then nothing is left running."""
+        """Start it and wait until it serves; raises ServerFailed and leaves nothing running."""
         if self.alive:
             raise RuntimeError("the server is already running")
         self.home.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ class ServerProcess:
         return self
 
     def stop(self) -> int | None:
-        """SIGTERM to the server, which stops its own children; what is left after the deadline is killed.
+        """SIGTERM to the server, which stops its children; what is left by the deadline is killed.
 
         Returns the exit code; None when it was never started.
         """

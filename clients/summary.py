@@ -1,7 +1,7 @@
 """Figures made of request records. Pure functions: no clock, no I/O.
 
-Two lengths, never mixed: *acceptance length* is tokens per step in which something was drafted, bonus
-token included; *tokens per target step* counts every decode step.
+Two lengths, never mixed: *acceptance length* is tokens per step in which something was drafted,
+bonus token included; *tokens per target step* counts every decode step.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def served(records: Iterable[RequestRecord]) -> list[RequestRecord]:
 
 
 def tokens_per_second(records: Iterable[RequestRecord]) -> float:
-    """Tokens of the requests that ended well, over the time from the first start to the last end."""
+    """Tokens of requests that ended well, over the time from the first start to the last end."""
     every = list(records)
     if not every:
         return 0.0
@@ -99,7 +99,7 @@ def tokens_per_second(records: Iterable[RequestRecord]) -> float:
 
 
 def token_rate(records: Iterable[RequestRecord], begin: float, end: float) -> float:
-    """Tokens a second that arrived in [begin, end); a request's tokens are spread evenly over its chunks."""
+    """Tokens a second in [begin, end); a request's tokens are spread evenly over its chunks."""
     tokens = 0.0
     for record in records:
         inside = sum(begin <= t < end for t in record.chunk_times)

@@ -1,7 +1,7 @@
 """Prompts for load and benchmarks: JSONL files of ``{"id", "source", "turns": [user text, ...]}``.
 
-A figure measured on a prompt that was sent before measures memory, so a set of prompts holds each text
-once, however many files bring it (Spec-Bench's maths questions, for one, are GSM8K's).
+A figure measured on a prompt that was sent before measures memory, so a set of prompts holds each
+text once, however many files bring it (Spec-Bench's maths questions, for one, are GSM8K's).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Prompt(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """Two prompts with the same key are the same prompt: white space aside, the same first turn."""
+        """Prompts with one key are the same prompt: white space aside, the same first turn."""
         return " ".join(self.turns[0].split())
 
     def messages(self, answers: Sequence[str] = ()) -> list[dict[str, str]]:
-        """Chat messages that ask the turn after those already answered; without answers, the first."""
+        """Chat messages that ask the turn after those answered; without answers, the first."""
         if len(answers) >= len(self.turns):
             raise ValueError(f"prompt {self.id} has {len(self.turns)} turns, all of them answered")
         messages: list[dict[str, str]] = []

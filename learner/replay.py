@@ -79,6 +79,10 @@ class Replay:
     def heldout(self) -> list[Span]:
         return list(self._heldout.values())
 
+    def holds_out(self, span: Span) -> bool:
+        """Whether a span that was added is among the held-out ones."""
+        return span_key(span) in self._heldout
+
     def state(self) -> dict[str, object]:
         """The index, not the spans: those are in the journal."""
         return {
@@ -99,7 +103,3 @@ class Replay:
 def _pack_random(state: tuple) -> list:
     version, internal, gauss = state
     return [version, list(internal), gauss]
-
-    def holds_out(self, span: Span) -> bool:
-        """Whether a span that was added is among the held-out ones."""
-        return span_key(span) in self._heldout

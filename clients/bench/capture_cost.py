@@ -1,9 +1,9 @@
-"""What capture costs: tokens/s of two servers, capture on and off, measured in turns on the same prompts.
+"""What capture costs: tokens/s of two servers, capture on and off, in turns on the same prompts.
 
-No learner runs. A drain stands in its place, takes the traces and throws them away, because a server
-without anyone to send to captures nothing. While one server is measured the other has no requests; the
-processor time it used all the same is reported. Each round has new prompts, so that no round profits from
-a prefix cache.
+No learner runs. A drain stands in its place, takes the traces and throws them away, because a
+server without anyone to send to captures nothing. While one server is measured the other has no
+requests; the processor time it used all the same is reported. Each round has new prompts, so that
+no round profits from a prefix cache.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ def measure(
             pairs.append(pair)
             common.console.print(
                 f"round {number + 1}/{args.rounds}, concurrency {concurrency}: "
-                f"on {pair.on.tokens_per_second:.1f}, off {pair.off.tokens_per_second:.1f} tokens/s, "
-                f"ratio {pair.ratio:.3f}"
+                f"on {pair.on.tokens_per_second:.1f}, off {pair.off.tokens_per_second:.1f} "
+                f"tokens/s, ratio {pair.ratio:.3f}"
             )
     return pairs
 
@@ -180,7 +180,7 @@ def check_capture(before: dict[str, Any], after: dict[str, Any], received: int) 
     captured = {name: after[name]["captured"] - before[name]["captured"] for name in after}
     if captured["on"] == 0 or received == 0:
         raise common.BenchError(
-            f"with capture on, {captured['on']} spans were captured and {received} messages arrived; "
+            f"with capture on, {captured['on']} spans were captured and {received} arrived; "
             "there is nothing to compare"
         )
     if captured["off"] > 0:
@@ -265,12 +265,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_report(ratios, pairs, traces, drain.counts)
     common.write_json(
         args.json,
-        {
-            "benchmark": "capture_cost",
-            "machine": facts,
-            "options": common.options_of(args),
+        common.report("capture_cost", facts, args, chosen)
+        | {
             "flags": {name: server.flags for name, server in servers.items()},
-            "prompts": chosen,
             "ratios": ratios,
             "pairs": [{**msgspec.to_builtins(p), "ratio": p.ratio} for p in pairs],
             "traces": traces,

@@ -114,7 +114,7 @@ def take(
     """The first ``count`` prompts and the rest; raises BenchError when there are not enough."""
     if len(prompts) < count:
         raise BenchError(
-            f"{what} needs {count} prompts, the workload has {len(prompts)} left; none is sent twice"
+            f"{what} needs {count} prompts, {len(prompts)} are left and none is sent twice"
         )
     return prompts[:count], prompts[count:]
 
@@ -162,6 +162,19 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
     return {
         name: [str(v) for v in value] if name == "workload" else value
         for name, value in vars(args).items()
+    }
+
+
+def report(
+    name: str, facts: dict[str, Any], args: argparse.Namespace, prompts: PromptSet
+) -> dict[str, Any]:
+    """The head of every benchmark's JSON: what was run, where, with which prompts."""
+    return {
+        "benchmark": name,
+        "machine": facts,
+        "load_average_after": os.getloadavg(),
+        "options": options_of(args),
+        "prompts": prompts,
     }
 
 

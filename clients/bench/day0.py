@@ -1,7 +1,8 @@
 """Day 0: a server with an empty home learns its drafter from the requests it serves.
 
-Every prompt is sent once, so each request's acceptance is on a prompt never sent before. When the prompts
-run out, sending stops. With --reserve N, the last N prompts are kept back and sent after --minutes.
+Every prompt is sent once, so each request's acceptance is on a prompt never sent before. When the
+prompts run out, sending stops. With --reserve N, the last N prompts are kept back and sent after
+--minutes.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ def print_report(
     )
     print_line = common.console.print
     print_line(
-        f"requests {summary.requests}, failed {summary.failed}, {summary.tokens_per_second:.1f} tokens/s"
+        f"requests {summary.requests}, failed {summary.failed}, "
+        f"{summary.tokens_per_second:.1f} tokens/s"
     )
     if final is None:
         print_line("Nothing was promoted.")
@@ -159,8 +161,8 @@ def print_report(
         print_line(f"v{final.version} came last; no request drafted with it alone.")
     else:
         common.console.print(
-            f"Final: acceptance length {final.acceptance_length:.3f} with v{final.version}, on the last "
-            f"{final.requests} requests begun after it went live, prompts never sent before "
+            f"Final: acceptance length {final.acceptance_length:.3f} with v{final.version}, "
+            f"on the last {final.requests} requests begun after it went live, never sent before "
             f"(all {final.all_requests} such requests: {final.all_acceptance_length:.3f}).",
             style="bold",
         )
@@ -224,13 +226,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_report(points, final, summary, args.window, rows=20)
     common.write_json(
         args.json,
-        {
-            "benchmark": "day0",
-            "machine": facts,
-            "options": common.options_of(args),
+        common.report("day0", facts, args, chosen)
+        | {
             "flags": server.flags,
             "start_seconds": server.start_seconds,
-            "prompts": chosen,
             "ended_by": [r.ended_by for r in results],
             "final": final,
             "summary": summary,
@@ -249,8 +248,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             changes,
             goal=args.goal,
             window=args.window,
-            subtitle=f"{args.target}, K = {args.speculative_tokens}, concurrency {args.concurrency}; "
-            f"{names}; each prompt sent once; {facts['cores']} cores, {facts['cpu']}",
+            subtitle=f"{args.target}, K = {args.speculative_tokens}, "
+            f"concurrency {args.concurrency}; {names}; each prompt sent once; "
+            f"{facts['cores']} cores, {facts['cpu']}",
         )
         common.console.print(f"written: {args.plot}")
     return 1 if summary.failed else 0

@@ -55,7 +55,7 @@ class Final(msgspec.Struct):
     rates: list[float]
     tokens_per_step: float | None
     all_requests: int
-    """Requests served by this version alone since it came, of which the last ones make the figures above."""
+    """Requests served by this version alone; the last of them make the figures above."""
     all_acceptance_length: float | None
 
 

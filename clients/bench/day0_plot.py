@@ -1,4 +1,4 @@
-"""The day-0 picture: acceptance length and tokens/s over minutes, a line at each change of the drafter."""
+"""The day-0 picture: acceptance length and tokens/s over minutes, a line at each new drafter."""
 
 from __future__ import annotations
 

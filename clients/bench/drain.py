@@ -1,7 +1,7 @@
 """Stands where a learner would: takes a server's traces, counts them, and throws them away.
 
-``python -m clients.bench.drain ENDPOINT`` binds the trace socket and, on SIGTERM, prints its counts as JSON.
-With it the cost of capturing and sending is measured without the cost of learning beside it.
+``python -m clients.bench.drain ENDPOINT`` binds the trace socket and, on SIGTERM, prints its counts
+as JSON. With it the cost of capturing and sending is measured without that of learning beside it.
 """
 
 from __future__ import annotations

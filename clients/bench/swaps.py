@@ -1,6 +1,7 @@
 """Swaps under load: alternates two draft versions while streams run, and looks for harm.
 
-The home (--home) must hold at least two draft versions; a day0 run leaves such a one. The learner is off.
+The home (--home) must hold at least two draft versions; a day0 run leaves such a one. No learner
+runs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ BOUND_S = 0.250
 
 
 class Swap(msgspec.Struct):
-    """One activation, seen from here; ``seconds`` is how long the server says the engine stood still."""
+    """One activation; ``seconds`` is how long the engine stood still, by the server's word."""
 
     version: int
     begun: float
@@ -278,12 +279,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_report(report)
     common.write_json(
         args.json,
-        {
-            "benchmark": "swaps",
-            "machine": facts,
-            "options": common.options_of(args),
+        common.report("swaps", facts, args, chosen)
+        | {
             "flags": server.flags,
-            "prompts": chosen,
             "pair": pair,
             "report": report,
             "summary": summarize(result.records),

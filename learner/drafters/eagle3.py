@@ -129,7 +129,8 @@ class Eagle3(Drafter):
             raise ValueError("an EAGLE-3 head needs the auxiliary states")
         attention = self.midlayer.self_attn
         rows = torch.arange(batch.aux.shape[1])
-        features = self.fc(batch.aux)
+        # Under autocast the matrices run in bfloat16; the residual stream stays float32.
+        features = self.fc(batch.aux).float()
         pair, residual = self._pair(batch.token_ids[:, 1:], features)
         cos, sin = self._angles(pair, batch.positions[:, None] + rows)
         keys = _rotate(_heads(attention.k_proj(pair), attention.head_dim), cos, sin)

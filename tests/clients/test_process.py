@@ -26,7 +26,8 @@ if args.how == "fail":
 if args.how == "sleep":
     time.sleep(60)
 if args.how in ("stubborn", "child"):
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    child = subprocess.Popen(sleep, start_new_session=True)
     print("child", child.pid)
 if args.how == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
