@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 
@@ -20,12 +21,22 @@ class LearnError(PacelineError):
 
 
 def main(argv: list[str]) -> int:
-    settings = load(LearnSettings, argv)
+    settings = load(LearnSettings, argv, "paceline learn")
     setup_logging("learner", settings.log_json, settings.log_level)
     os.nice(settings.nice)
+    if settings.with_parent:
+        _end_with_parent()
     home = Home(settings.home)
     with home.lock("learn"):
         return _learn(settings, home)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel send SIGTERM when the process that started this one is gone (Linux prctl)."""
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGTERM)
+    if os.getppid() == 1:
+        raise LearnError("the server that started this learner is gone")
 
 
 def _learn(settings: LearnSettings, home: Home) -> int:

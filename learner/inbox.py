@@ -27,7 +27,7 @@ class Inbox:
     """Non-blocking. ``rejected`` counts refused messages by reason; none of them is fatal."""
 
     def __init__(self, base: str) -> None:
-        context = zmq.Context.instance()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         traces, control = learner_endpoints(base)
         self._traces = open_socket(context, zmq.PULL, traces, bind=True, high_water=1024)
         self._control = open_socket(context, zmq.ROUTER, control, bind=True)
@@ -59,7 +59,7 @@ class Inbox:
 
     def messages(self) -> list[tuple[bytes, LearnerMessage, list[Frame]]]:
         """Every waiting control message: (server, message, further frames)."""
-        taken = []
+        taken: list[tuple[bytes, LearnerMessage, list[Frame]]] = []
         while (frames := receive(self._control)) is not None:
             if len(frames) < 2:
                 self.reject("malformed")
@@ -71,13 +71,15 @@ class Inbox:
                 self.reject(error.reason)
                 continue
             self._servers[server] = None
-            taken.append((server, message, frames[2:]))
+            taken.append((server, message, list(frames[2:])))
         return taken
 
     def reject(self, reason: str) -> None:
         self.rejected[reason] = self.rejected.get(reason, 0) + 1
 
-    def tell(self, server: bytes, message: LearnerMessage, files: list[bytes] | None = None) -> None:
+    def tell(
+        self, server: bytes, message: LearnerMessage, files: list[bytes] | None = None
+    ) -> None:
         send(self._control, [server, encode(message), *(files or [])])
 
     def tell_all(self, message: LearnerMessage) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from rlcore.records import RecordError, VerifyTrace, decode_trace
 
@@ -27,7 +28,7 @@ class Journal:
         root.mkdir(parents=True, exist_ok=True)
         segments = self.segments()
         self._next = int(segments[-1].stem) + 1 if segments else 0
-        self._file = None
+        self._file: BinaryIO | None = None
         self._written = 0
 
     def segments(self) -> list[Path]:
@@ -75,7 +76,7 @@ class Journal:
                         yield decode_trace(frames), frames[1:]
 
 
-def _read_record(file) -> list[bytes] | None:
+def _read_record(file: BinaryIO) -> list[bytes] | None:
     head = file.read(4)
     if len(head) < 4:
         return None

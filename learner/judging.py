@@ -9,6 +9,7 @@ from learner.drafters.base import Drafter
 from learner.estimate import SpanLengths, chain_lengths
 from learner.gate import SpanScore
 from learner.replay import SpanKey, span_key
+from rlcore.precision import mixed_precision
 
 BATCH_ROWS = 2048
 """Rows scored at once, padding not counted."""
@@ -32,7 +33,8 @@ def score_spans(drafter: Drafter, spans: Sequence[Span], steps: int) -> list[Spa
 def _score(
     drafter: Drafter, spans: Sequence[Span], batch: list[int], steps: int
 ) -> dict[int, SpanLengths]:
-    lengths = chain_lengths(drafter, [spans[i] for i in batch], steps)
+    with mixed_precision():
+        lengths = chain_lengths(drafter, [spans[i] for i in batch], steps)
     return dict(zip(batch, lengths, strict=True))
 
 

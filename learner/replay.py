@@ -46,7 +46,9 @@ class Replay:
         if self._split.is_heldout(span.prompt_hash, self.heldout_tokens):
             self._heldout[key] = span
             self.heldout_tokens += span.anchors
-            while self.heldout_tokens > HELDOUT_FACTOR * self._gate_tokens and len(self._heldout) > 1:
+            while (
+                self.heldout_tokens > HELDOUT_FACTOR * self._gate_tokens and len(self._heldout) > 1
+            ):
                 _, old = self._heldout.popitem(last=False)
                 self.heldout_tokens -= old.anchors
             return True
@@ -61,7 +63,7 @@ class Replay:
         return True
 
     def draw(self, max_tokens: int) -> list[Span]:
-        """Spans for one update, about ``max_tokens`` positions in all, each counted as visited."""
+        """Spans for one update, about ``max_tokens`` output positions, each counted as visited."""
         order = sorted(
             self._training, key=lambda key: (self._visits.get(key, 0), self.random.random())
         )
@@ -69,10 +71,10 @@ class Replay:
         tokens = 0
         for key in order:
             span = self._training[key]
-            if chosen and tokens + span.rows > max_tokens:
+            if chosen and tokens + span.anchors > max_tokens:
                 break
             chosen.append(span)
-            tokens += span.rows
+            tokens += span.anchors
             self._visits[key] = self._visits.get(key, 0) + 1
         return chosen
 

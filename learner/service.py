@@ -134,8 +134,11 @@ class Learner:
     def _greet(self, hello: Hello) -> None:
         if (hello.target_id, hello.method) != (self._target_id, self._settings.method):
             self._inbox.reject("hello_target")
-            log.warning("a server of another target or method asks for this learner",
-                        target=hello.target_id, method=hello.method)
+            log.warning(
+                "a server of another target or method asks for this learner",
+                target=hello.target_id,
+                method=hello.method,
+            )
             return
         self._last_version = max(self._last_version, hello.last_version)
         if self._live is not None and self._live[0] == hello.live_version:
@@ -152,8 +155,11 @@ class Learner:
 
     def _receive_live(self, message: DraftFiles, frames: list) -> None:
         if message.error is not None or [len(f) for f in frames] != message.sizes:
-            log.warning("the live draft could not be fetched", version=message.version,
-                        reason=message.error or "sizes differ")
+            log.warning(
+                "the live draft could not be fetched",
+                version=message.version,
+                reason=message.error or "sizes differ",
+            )
             return
         try:
             self._store.receive(message.version, dict(zip(message.names, frames, strict=True)))
@@ -180,7 +186,9 @@ class Learner:
         try:
             facts = self._session.load(self._folder / "checkpoint")
         except (CheckpointError, KeyError) as error:
-            log.error("the checkpoint cannot be used; starting from the live draft", reason=str(error))
+            log.error(
+                "the checkpoint cannot be used; starting from the live draft", reason=str(error)
+            )
             self._session = TrainingSession(module, self._target, self._settings)
             facts = None
         if facts is not None:
@@ -191,8 +199,12 @@ class Learner:
             self._replay.load_state(facts["replay"])
             self._last_version = max(self._last_version, facts["last_version"])
         self._reload_replay()
-        log.info("training begins", from_version=version, tokens_seen=self._session.tokens_seen,
-                 replay_tokens=self._replay.training_tokens)
+        log.info(
+            "training begins",
+            from_version=version,
+            tokens_seen=self._session.tokens_seen,
+            replay_tokens=self._replay.training_tokens,
+        )
 
     def _reload_replay(self) -> None:
         for trace, frames in self._journal.read():
@@ -220,8 +232,10 @@ class Learner:
                 self._journal.append(frames)
             except OSError as error:
                 self._inbox.reject("journal_unwritable")
-                log.error("the replay cannot be written to disk; learning goes on from memory",
-                          reason=error.strerror)
+                log.error(
+                    "the replay cannot be written to disk; learning goes on from memory",
+                    reason=error.strerror,
+                )
             if not self._replay.holds_out(span):
                 self._received_tokens += span.anchors
                 self._session.counts.add(span)
@@ -294,9 +308,14 @@ class Learner:
         self._report.judged += 1
         self._report.heldout_length = verdict.candidate_length
         self._report.live_length = verdict.live_length
-        log.info("candidate judged", length=round(verdict.candidate_length, 3),
-                 live=round(verdict.live_length, 3), gain_at_least=round(verdict.gain_lower, 4),
-                 heldout_tokens=verdict.tokens, result=verdict.reason)
+        log.info(
+            "candidate judged",
+            length=round(verdict.candidate_length, 3),
+            live=round(verdict.live_length, 3),
+            gain_at_least=round(verdict.gain_lower, 4),
+            heldout_tokens=verdict.tokens,
+            result=verdict.reason,
+        )
         if verdict.promote:
             self._publish(version, verdict, conditional_rates(mine))
 
@@ -340,15 +359,18 @@ class Learner:
             for name in file.keys():  # noqa: SIM118
                 dtype = file.get_slice(name).get_dtype()
                 if dtype in ("F32", "BF16", "F16"):
-                    return {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}[dtype]
+                    return {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}[
+                        dtype
+                    ]
         raise WeightError("malformed", f"version {version} holds no floating-point tensor")
 
     def _hear_verdict(self, verdict: Verdict) -> None:
         if verdict.live:
             log.info("the server took the version", version=verdict.version)
         else:
-            log.warning("the server refused the version", version=verdict.version,
-                        reason=verdict.error)
+            log.warning(
+                "the server refused the version", version=verdict.version, reason=verdict.error
+            )
 
     # --- reports and checkpoints ---
 
@@ -378,4 +400,6 @@ class Learner:
         try:
             self._session.save(self._folder / "checkpoint", facts)
         except OSError as error:
-            log.error("the checkpoint cannot be written; the one before stays", reason=error.strerror)
+            log.error(
+                "the checkpoint cannot be written; the one before stays", reason=error.strerror
+            )

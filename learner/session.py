@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
-from learner.batch import Span, collate
+from learner.batch import Span, SpanBatch, collate
 from learner.drafters.base import Drafter
 from learner.objective import DistillObjective
 from learner.target import Target
 from learner.vocabulary import TrafficCounts, follow_traffic
 from rlcore.checkpoint import load_checkpoint, save_checkpoint
 from rlcore.optim import MuonAdamW
+from rlcore.precision import mixed_precision
 from rlcore.settings import LearnSettings
-from rlcore.trainer import Schedule, Trainer, UpdateMetrics
+from rlcore.trainer import LossOutput, Objective, Schedule, Trainer, UpdateMetrics
 
 WARMUP_UPDATES = 20
 
@@ -42,8 +43,14 @@ class TrainingSession:
             seed=settings.seed,
         )
 
-    def _objective(self) -> DistillObjective:
-        return DistillObjective(self.target.lm_head[self.drafter.vocab], steps=self._steps)
+    def _objective(self) -> Objective[Drafter, SpanBatch]:
+        distill = DistillObjective(self.target.lm_head[self.drafter.vocab], steps=self._steps)
+
+        def objective(drafter: Drafter, batch: SpanBatch, /) -> LossOutput:
+            with mixed_precision():
+                return distill(drafter, batch)
+
+        return objective
 
     def update(self, spans: list[Span]) -> UpdateMetrics:
         """One optimizer step on these spans."""

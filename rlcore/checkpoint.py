@@ -29,7 +29,9 @@ def save_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        save_file({k: t.detach().contiguous().clone() for k, t in tensors.items()}, partial / TENSORS)
+        save_file(
+            {k: t.detach().contiguous().clone() for k, t in tensors.items()}, partial / TENSORS
+        )
         (partial / FACTS).write_text(json.dumps(facts))
         old = folder.with_name(f".{folder.name}.old")
         shutil.rmtree(old, ignore_errors=True)

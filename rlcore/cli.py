@@ -47,7 +47,13 @@ def _help(names: list[str]) -> str:
     width = max((len(name) for name in names), default=0)
     lines = [f"  {name:<{width}}  {SUMMARIES.get(name, '')}".rstrip() for name in names]
     return "\n".join(
-        ["usage: paceline COMMAND [flags]", "", *lines, "", "paceline COMMAND --help lists its flags"]
+        [
+            "usage: paceline COMMAND [flags]",
+            "",
+            *lines,
+            "",
+            "paceline COMMAND --help lists its flags",
+        ]
     )
 
 

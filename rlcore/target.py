@@ -28,7 +28,9 @@ def local_model(name: str, home: Home) -> Path:
 
     try:
         return Path(
-            snapshot_download(resolved, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"])
+            snapshot_download(
+                resolved, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]
+            )
         )
     except HFValidationError:
         raise TargetError(

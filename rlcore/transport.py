@@ -11,6 +11,7 @@ import ipaddress
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import zmq
@@ -19,6 +20,8 @@ MAX_FRAME_BYTES = 512 * 1024 * 1024
 """The largest frame a receiver takes: weights of a drafter, or the states of a very long span."""
 
 Frame = bytes | memoryview
+
+Socket = TypeVar("Socket", bound="zmq.Socket[Any]")
 
 
 class EndpointError(ValueError):
@@ -56,8 +59,8 @@ def learner_endpoints(base: str) -> tuple[str, str]:
 
 
 def open_socket(
-    context: zmq.Context, kind: int, endpoint: str, *, bind: bool, high_water: int = 256
-) -> zmq.Socket:
+    context: zmq.Context[Socket], kind: int, endpoint: str, *, bind: bool, high_water: int = 256
+) -> Socket:
     """A socket that never lingers at exit. Raises EndpointError when the address cannot be bound."""
     check_endpoint(endpoint)
     socket = context.socket(kind)
@@ -78,7 +81,9 @@ def open_socket(
             socket.connect(endpoint)
     except zmq.ZMQError as error:
         socket.close()
-        raise EndpointError(f"cannot {'bind' if bind else 'connect to'} {endpoint}: {error}") from None
+        raise EndpointError(
+            f"cannot {'bind' if bind else 'connect to'} {endpoint}: {error}"
+        ) from None
     return socket
 
 
@@ -89,7 +94,7 @@ def _keep_private(endpoint: str) -> None:
             os.chmod(path, 0o600)
 
 
-def send(socket: zmq.Socket, frames: Sequence[Frame]) -> bool:
+def send(socket: zmq.Socket[Any], frames: Sequence[Frame]) -> bool:
     """Send without blocking and without copying large frames; False when the queue is full."""
     try:
         socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
@@ -102,7 +107,7 @@ def send(socket: zmq.Socket, frames: Sequence[Frame]) -> bool:
     return True
 
 
-def receive(socket: zmq.Socket) -> list[memoryview] | None:
+def receive(socket: zmq.Socket[Any]) -> list[memoryview] | None:
     """The next message's frames, or None when there is none."""
     try:
         frames = socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)

@@ -75,7 +75,9 @@ def check_signature(got: Signature, want: Signature) -> None:
         raise WeightError("shape", f"unexpected tensors: {', '.join(extra[:4])}")
     for name, (dtype, shape) in want.items():
         if got[name] != (dtype, shape):
-            raise WeightError("shape", f"{name} is {got[name]}, the live drafter has {(dtype, shape)}")
+            raise WeightError(
+                "shape", f"{name} is {got[name]}, the live drafter has {(dtype, shape)}"
+            )
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -123,7 +125,9 @@ class WeightStore:
         if not self.root.is_dir():
             return []
         return sorted(
-            int(p.name) for p in self.root.iterdir() if p.name.isdigit() and (p / MANIFEST).is_file()
+            int(p.name)
+            for p in self.root.iterdir()
+            if p.name.isdigit() and (p / MANIFEST).is_file()
         )
 
     def manifest(self, version: int) -> DraftManifest:
@@ -169,7 +173,9 @@ class WeightStore:
             raise WeightError("version", f"asked for {version}, got {manifest.version}")
         content = bytes(files[WEIGHTS])
         if hashlib.sha256(content).hexdigest() != manifest.sha256:
-            raise WeightError("digest", f"weights of version {version} are not what its manifest names")
+            raise WeightError(
+                "digest", f"weights of version {version} are not what its manifest names"
+            )
         signature(content)
         self._put(version, content, bytes(files[CONFIG]), bytes(files[MANIFEST]))
         return manifest

@@ -28,7 +28,7 @@ class StartError(PacelineError):
 
 
 def main(argv: list[str]) -> int:
-    settings = load(ServeSettings, argv)
+    settings = load(ServeSettings, argv, "paceline serve")
     setup_logging("server", settings.log_json, settings.log_level)
     home = Home(settings.home)
     with home.lock("serve"):
@@ -99,8 +99,11 @@ def _drafts(settings: ServeSettings, home: Home, target: Path, target_id: str) -
     # Another process, because the server imports nothing of the learner.
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=None, text=True, check=False)
     if done.returncode != 0:
-        raise StartError(done.stdout.strip().splitlines()[-1] if done.stdout.strip() else
-                         f"the first draft could not be made (exit code {done.returncode})")
+        raise StartError(
+            done.stdout.strip().splitlines()[-1]
+            if done.stdout.strip()
+            else f"the first draft could not be made (exit code {done.returncode})"
+        )
     try:
         drafts = Drafts.load(store, target_id, settings.draft_method)
     except DraftError as error:
@@ -118,9 +121,7 @@ def _learner_base(settings: ServeSettings, home: Home) -> str | None:
     return settings.learner
 
 
-def _learner_arguments(
-    settings: ServeSettings, home: Home, target: Path, base: str
-) -> list[str]:
+def _learner_arguments(settings: ServeSettings, home: Home, target: Path, base: str) -> list[str]:
     """The embedded learner's flags: what this server was told, passed on."""
     arguments = [
         "--home", str(home.root),
@@ -128,6 +129,8 @@ def _learner_arguments(
         "--target", str(target),
         "--method", settings.draft_method,
         "--log-level", settings.log_level,
+        "--speculative-tokens", str(settings.speculative_tokens),
+        "--with-parent",
     ]  # fmt: skip
     if settings.log_json:
         arguments.append("--log-json")

@@ -100,7 +100,9 @@ class Drafts:
                     report = await self._swap(folder, manifest.sha256, version)
             except TimeoutError:
                 self._failed("deadline")
-                raise DraftError(f"the engine did not answer within {SWAP_DEADLINE:.0f} s") from None
+                raise DraftError(
+                    f"the engine did not answer within {SWAP_DEADLINE:.0f} s"
+                ) from None
             if report["error"] is not None:
                 self._failed(report["reason"])
                 raise DraftError(f"draft version {version} was refused: {report['error']}")
@@ -109,8 +111,12 @@ class Drafts:
             self.statistics.count += 1
             self.statistics.last_seconds = report["seconds"]
             self.statistics.seconds_sum += report["seconds"]
-            log.info("draft swapped", live=version, previous=self.previous,
-                     milliseconds=round(report["seconds"] * 1000))
+            log.info(
+                "draft swapped",
+                live=version,
+                previous=self.previous,
+                milliseconds=round(report["seconds"] * 1000),
+            )
             self._forget_old()
         for changed in self.on_change:
             changed()
@@ -157,7 +163,9 @@ def read_live(root: Path) -> LiveDraft | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
-        raise DraftError(f"{root / 'live.json'} is damaged ({error}); delete it to start anew") from None
+        raise DraftError(
+            f"{root / 'live.json'} is damaged ({error}); delete it to start anew"
+        ) from None
 
 
 def write_live(root: Path, state: LiveDraft) -> None:

@@ -44,7 +44,9 @@ class LearnerProcess:
                 code = await self._process.wait()
                 if loop.time() - started > STABLE_AFTER:
                     delay = FIRST_RESTART
-                log.warning("the learner ended; serving goes on", exit_code=code, restart_in_s=delay)
+                log.warning(
+                    "the learner ended; serving goes on", exit_code=code, restart_in_s=delay
+                )
                 await asyncio.sleep(delay)
                 delay = min(LONGEST_RESTART, delay * 2)
                 self.restarts += 1

@@ -56,7 +56,9 @@ class PacelineCollector(Collector):
             version = str(count.version)
             if count.length is not None:
                 length.add_metric([version], count.length)
-            for i, (d, a, r) in enumerate(zip(count.drafted, count.accepted, count.rates, strict=True)):
+            for i, (d, a, r) in enumerate(
+                zip(count.drafted, count.accepted, count.rates, strict=True)
+            ):
                 drafted.add_metric([version, str(i)], d)
                 accepted.add_metric([version, str(i)], a)
                 rejected.add_metric([version, str(i)], d - a)
@@ -108,7 +110,9 @@ class PacelineCollector(Collector):
             "paceline_traces_rejected", "Messages the learner refused, by reason", report.rejected
         )
         yield CounterMetricFamily(
-            "paceline_trained_tokens", "Positions trained on, repeats counted", value=report.tokens_seen
+            "paceline_trained_tokens",
+            "Positions trained on, repeats counted",
+            value=report.tokens_seen,
         )
         yield CounterMetricFamily(
             "paceline_learner_updates", "Optimizer updates", value=report.updates

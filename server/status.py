@@ -61,7 +61,9 @@ def status(state: ServerState) -> dict[str, Any]:
         },
         "acceptance": {
             "live": acceptance_view(acceptance.get(drafts.live)),
-            "previous": acceptance_view(acceptance.get(-1 if drafts.previous is None else drafts.previous)),
+            "previous": acceptance_view(
+                acceptance.get(-1 if drafts.previous is None else drafts.previous)
+            ),
         },
         "learner": learner,
         "traces": msgspec.to_builtins(state.capture()),

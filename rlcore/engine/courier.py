@@ -59,7 +59,7 @@ class Courier(threading.Thread):
         self._held_spans = 0
         self._ends: OrderedDict[str, RequestEnd] = OrderedDict()
         self._stopping = threading.Event()
-        context = zmq.Context.instance()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._link = open_socket(context, zmq.DEALER, options.link_endpoint, bind=False)
         self._traces = (
             open_socket(context, zmq.PUSH, options.trace_endpoint, bind=False)

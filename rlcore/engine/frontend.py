@@ -74,6 +74,7 @@ class PacelineLLM(AsyncLLM):
     """AsyncLLM that calls ``on_end`` once for each request; set it before the first request."""
 
     on_end: EndCallback
+    output_processor: OutputProcessor
 
     def _run_output_handler(self) -> None:
         if self.output_handler is None and not isinstance(self.output_processor, RequestLedger):

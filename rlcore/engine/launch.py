@@ -34,11 +34,15 @@ def prepare_environment(settings: ServeSettings) -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # vLLM warns about its own choices on a CPU at every start, in every process.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "DEBUG" if settings.log_level == "DEBUG" else "ERROR")
+    os.environ.setdefault(
+        "VLLM_LOGGING_LEVEL", "DEBUG" if settings.log_level == "DEBUG" else "ERROR"
+    )
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(settings.kv_cache_gib or DEFAULT_KV_GIB))
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if openmp.exists() and "libiomp5" not in os.environ.get("LD_PRELOAD", ""):
-        os.environ["LD_PRELOAD"] = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(openmp)]))
+        os.environ["LD_PRELOAD"] = ":".join(
+            filter(None, [os.environ.get("LD_PRELOAD"), str(openmp)])
+        )
 
 
 def engine_arguments(
@@ -57,15 +61,21 @@ def engine_arguments(
     try:
         args = parser.parse_args(given)
     except SystemExit:
-        raise EngineArgumentError("vLLM does not accept the arguments after '--'; see above") from None
+        raise EngineArgumentError(
+            "vLLM does not accept the arguments after '--'; see above"
+        ) from None
     except Exception as error:
-        raise EngineArgumentError(f"vLLM does not accept the arguments after '--': {error}") from None
+        raise EngineArgumentError(
+            f"vLLM does not accept the arguments after '--': {error}"
+        ) from None
     args.model = str(target)
     args.served_model_name = [model_name]
     args.host, args.port = settings.host, settings.port
     args.dtype = settings.dtype
     args.max_model_len = settings.max_model_len or args.max_model_len
-    args.enforce_eager = args.enforce_eager or (current_platform.is_cpu() and settings.enforce_eager)
+    args.enforce_eager = args.enforce_eager or (
+        current_platform.is_cpu() and settings.enforce_eager
+    )
     args.worker_cls = WORKER_CLASS
     args.async_scheduling = False
     args.additional_config = {**(args.additional_config or {}), **options.to_config()}

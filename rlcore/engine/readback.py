@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 
 from rlcore.weights import WeightError
 
@@ -37,14 +41,14 @@ def read_back(drafter: nn.Module, tensors: Mapping[str, torch.Tensor], config: V
 
     With tensor parallelism a linear layer holds a shard, and only unsharded tensors are compared.
     """
-    modules = dict(drafter.named_modules())
+    modules: dict[str, Any] = dict(drafter.named_modules())
     sharded = config.parallel_config.tensor_parallel_size > 1
     linear: defaultdict[str, dict[int, torch.Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         if name in NOT_KEPT:
             continue
         if name == "d2t":
-            _same(name, drafter.draft_id_to_target_id.data, tensor)
+            _same(name, drafter.get_parameter("draft_id_to_target_id").data, tensor)
             continue
         full, place = engine_name(name, modules)
         path, _, attribute = full.rpartition(".")
@@ -59,7 +63,7 @@ def read_back(drafter: nn.Module, tensors: Mapping[str, torch.Tensor], config: V
             _check_probe(path, modules[path], torch.cat([parts[i] for i in sorted(parts)]))
 
 
-def engine_name(name: str, modules: Mapping[str, nn.Module]) -> tuple[str, int]:
+def engine_name(name: str, modules: Mapping[str, Any]) -> tuple[str, int]:
     """Where vLLM keeps a checkpoint tensor, and its place within a fused layer.
 
     Raises WeightError for a tensor the engine has no place for.
@@ -81,11 +85,12 @@ def _same(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
         raise WeightError("read_back", f"the engine holds another {name}")
 
 
-def _check_probe(path: str, module: nn.Module, weight: torch.Tensor) -> None:
+def _check_probe(path: str, module: Any, weight: torch.Tensor) -> None:
     if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
         ids = torch.arange(0, weight.shape[0], max(1, weight.shape[0] // 8))
+        dtype = weight.dtype
         got = module(ids.to(module.weight.device)).float().cpu()
-        want, dtype = weight[ids].float(), weight.dtype
+        want = weight[ids].float()
     else:
         dtype = module.params_dtype if hasattr(module, "params_dtype") else weight.dtype
         device = module.weight.device

@@ -34,7 +34,7 @@ class Span:
 
     def frames(self) -> list[memoryview]:
         """The tensors' bytes, without a copy."""
-        return [memoryview(t.contiguous().view(torch.uint8).numpy()).cast("B") for t in self.tensors]
+        return [t.contiguous().view(torch.uint8).numpy().data.cast("B") for t in self.tensors]
 
 
 @dataclass

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -44,7 +45,7 @@ class SwapReport(msgspec.Struct, frozen=True):
 class DraftSlot:
     """The place in the engine that holds the drafter."""
 
-    def __init__(self, target: nn.Module, drafter: nn.Module, config: VllmConfig, version: int):
+    def __init__(self, target: nn.Module, drafter: Any, config: VllmConfig, version: int):
         speculative = config.speculative_config
         assert speculative is not None
         self._target = target
@@ -148,7 +149,9 @@ class DraftSlot:
     @contextmanager
     def _detached(self) -> Iterator[None]:
         """Within it, no module of the target can be reached through the drafter."""
-        shared = [(parent, name, parent._modules[name]) for _, parent, name in self._shared_modules()]
+        shared = [
+            (parent, name, parent._modules[name]) for _, parent, name in self._shared_modules()
+        ]
         for parent, name, _ in shared:
             del parent._modules[name]
         try:

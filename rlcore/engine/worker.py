@@ -82,7 +82,9 @@ class PacelineWorker(BaseWorker):
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         if self._courier is None or self.model_runner.execute_model_state is None:
             return super().sample_tokens(grammar_output)
-        grammar_ids = frozenset(grammar_output.structured_output_request_ids if grammar_output else ())
+        grammar_ids = frozenset(
+            grammar_output.structured_output_request_ids if grammar_output else ()
+        )
         view = self._capture.before_sampling(self.model_runner, grammar_ids)
         output = super().sample_tokens(grammar_output)
         self._capture.after_sampling(self.model_runner, view, output, self._live_version)

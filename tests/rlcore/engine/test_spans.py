@@ -129,9 +129,7 @@ def test_spans_hold_every_position_once_and_every_emitted_token_in_order(
         check_trace(span.trace)
         assert span.trace.span_index == index
         start = span.trace.first_position
-        assert span.trace.token_ids == [
-            token(start + i) for i in range(len(span.trace.token_ids))
-        ]
+        assert span.trace.token_ids == [token(start + i) for i in range(len(span.trace.token_ids))]
         assert span.tensors[0][:, 0].tolist() == list(
             range(start, start + span.tensors[0].shape[0])
         )
