@@ -31,11 +31,18 @@ install: $(STAMP)
 # The stamp is named after what it stands for and made last: a changed lock or an interrupted
 # installation is repaired by the next run, and a finished one is not repeated.
 $(STAMP):
-	@python=$$(command -v python3.11 || command -v python3); \
-	 [ "$$($$python -c 'import sys; print(sys.version_info[:2] == (3, 11))' 2>/dev/null)" = True ] || \
-	 { echo "Python 3.11 is needed (python3.11 on the PATH)" >&2; exit 2; }; \
-	 [ -x $(BIN)/python ] && $(BIN)/python -c '' 2>/dev/null || $$python -m venv --clear $(VENV)
+	@is311='import sys; sys.exit(sys.version_info[:2] != (3, 11))'; \
+	 if $(BIN)/python -c "$$is311" 2>/dev/null && $(BIN)/python -m pip --version >/dev/null 2>&1 && \
+	    grep -q "$(CURDIR)/$(VENV)" $(BIN)/activate; then exit 0; fi; \
+	 [ ! -e $(VENV) ] || echo "$(VENV) is no working Python 3.11 environment of this folder: made anew"; \
+	 for python in python3.11 python3; do \
+	   if $$python -c "$$is311" 2>/dev/null; then exec $$python -m venv --clear $(VENV); fi; \
+	 done; \
+	 echo "Python 3.11 is needed: install python3.11 (with its venv module) onto the PATH" >&2; exit 2
 	rm -f $(VENV)/.installed-*
+	@# pip writes RECORD last; without one, a package was cut off and pip would take it as installed.
+	@for info in $(VENV)/lib/python3.11/site-packages/*.dist-info; do \
+	   [ ! -d "$$info" ] || [ -f "$$info/RECORD" ] || rm -rf "$$info"; done
 	$(PIP) install --no-deps -r requirements/torch.txt || \
 	 { $(PIP) install uv && $(BIN)/uv pip install --python $(BIN)/python --no-deps \
 	   --torch-backend=cpu torch==2.13.0; }

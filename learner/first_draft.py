@@ -32,15 +32,15 @@ def ensure_draft(
     draft: str,
     draft_vocab: int,
     home: Home,
-) -> int:
-    """The version that is to be live; made or imported, and written down, if need be.
+) -> None:
+    """Make or import the version that is to be live, and write it down, if need be.
 
     Raises PacelineError, ValueError (a draft that does not fit) or WeightError.
     """
     live_file = store.root / "live.json"
     versions = store.versions()
     if versions and live_file.exists() and draft == "none":
-        return int(json.loads(live_file.read_text())["live"])
+        return
     if draft == "none":
         drafter = DRAFTERS[method].build(target, vocab_size=draft_vocab)
         origin = "untrained"
@@ -60,10 +60,12 @@ def ensure_draft(
         target_version=0,
         origin=origin,
     )
-    same = _same_weights(store, versions, tensors, config, manifest)
-    version = same if same is not None else store.publish(tensors, config, manifest).version
+    version = _same_weights(store, versions, tensors, config, manifest)
+    if version is not None and live_file.exists():
+        return  # imported by an earlier start: what was promoted since stays live
+    if version is None:
+        version = store.publish(tensors, config, manifest).version
     live_file.write_text(json.dumps({"live": version, "previous": None}))
-    return version
 
 
 def serving_dtype(target: Target) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""What the learner needs of the target model: its sizes, embedding, head and single tensors by name."""
+"""What the learner needs of the target model: sizes, embedding, head, single tensors by name."""
 
 from __future__ import annotations
 

@@ -45,17 +45,21 @@ class Home:
 
     root: Path
 
+    def _folder(self, name: str) -> Path:
+        _private(self.root)  # mkdir gives parents that it makes the umask's mode
+        return _private(self.root / name)
+
     @property
     def models(self) -> Path:
-        return _private(self.root / "models")
+        return self._folder("models")
 
     @property
     def drafts(self) -> Path:
-        return _private(self.root / "drafts")
+        return self._folder("drafts")
 
     @property
     def learner(self) -> Path:
-        return _private(self.root / "learner")
+        return self._folder("learner")
 
     @property
     def run(self) -> Path:
@@ -65,17 +69,18 @@ class Home:
             digest = hashlib.sha256(os.fsencode(self.root.absolute())).hexdigest()[:16]
             folder = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}-{digest}"
             _private(folder)
-            if folder.stat().st_uid != os.getuid():
+            if folder.lstat().st_uid != os.getuid():
                 raise PacelineError(f"{folder} belongs to another user; choose a shorter --home")
-        return _private(folder)
+            return folder
+        return self._folder("run")
 
     @contextmanager
-    def lock(self, name: str) -> Iterator[None]:
-        """Held within; raises HomeInUse, naming the process, when another holds it."""
+    def lock(self, name: str, *, wait: bool = False) -> Iterator[None]:
+        """Held within. When another holds it: raises HomeInUse, naming the process, or waits."""
         path = _private(self.root) / f"{name}.lock"
         with open(path, "a+") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:
                 file.seek(0)
                 holder = file.read().strip() or "another process"

@@ -46,5 +46,8 @@ def setup_logging(component: str, json: bool, level: str) -> None:
 
 
 def get_logger(component: str) -> Any:
-    """A logger taking an event and keyword details."""
-    return structlog.get_logger(f"paceline.{component}").bind(component=component)
+    """A logger taking an event and keyword details.
+
+    Modules make theirs at import, before setup_logging: it must stay lazy, so no ``bind`` here.
+    """
+    return structlog.get_logger(f"paceline.{component}", component=component)

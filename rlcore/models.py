@@ -45,7 +45,7 @@ def embedded_model(home: Home) -> Path:
     folder = home.models / EMBEDDED_NAME
     if _whole(folder):
         return folder
-    with home.lock("models"):
+    with home.lock("models", wait=True):  # a server and a learner may both come first
         if not _whole(folder):
             _make(home.models, folder)
     return folder
@@ -54,16 +54,34 @@ def embedded_model(home: Home) -> Path:
 def _whole(folder: Path) -> bool:
     """Every file named in the record is there with its size."""
     try:
-        record = json.loads((folder / RECORD).read_text())
+        record = _record(folder)
         return all((folder / name).stat().st_size == size for name, (size, _) in record.items())
     except (OSError, ValueError):
         return False
 
 
-def verify(folder: Path) -> list[str]:
-    """Names of files that are not what was made; reads everything."""
+def _record(folder: Path) -> dict[str, tuple[int, str]]:
+    """Size and sha256 of each file that was made; raises OSError or ValueError."""
     record = json.loads((folder / RECORD).read_text())
-    return [n for n, (_, digest) in record.items() if _sha256(folder / n) != digest]
+    if not isinstance(record, dict) or "model.safetensors" not in record:
+        raise ValueError(f"{folder / RECORD} is no record of a model")
+    try:
+        return {name: (size, digest) for name, (size, digest) in record.items()}
+    except TypeError as error:
+        raise ValueError(f"{folder / RECORD} is no record of a model") from error
+
+
+def verify(folder: Path) -> list[str]:
+    """Names of files that are missing or not what was made; reads everything."""
+    try:
+        record = _record(folder)
+    except (OSError, ValueError):
+        return [RECORD]
+    return [
+        name
+        for name, (_, digest) in record.items()
+        if not (folder / name).is_file() or _sha256(folder / name) != digest
+    ]
 
 
 def _sha256(path: Path) -> str:

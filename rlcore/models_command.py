@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
         embedded_model(home)
     if settings.verify:
         _verify(home)
-    for folder in sorted(p for p in home.models.iterdir() if (p / "config.json").exists()):
+    for folder in sorted(p for p in home.models.glob("[!.]*") if (p / "config.json").exists()):
         size = sum(path.stat().st_size for path in folder.iterdir())
         print(f"model  {folder.name}  {size / 2**20:,.0f} MiB")
     for root in sorted(p for p in home.drafts.iterdir() if p.is_dir()):

@@ -22,7 +22,7 @@ class MuonAdamW:
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
         *,
-        muon_lr: float = 0.02,
+        muon_lr: float = 0.03,
         adamw_lr: float = 0.002,
         weight_decay: float = 0.0,
         momentum: float = 0.95,

@@ -1,9 +1,10 @@
-"""Typed settings: flags win over environment, environment over the TOML file, that over defaults."""
+"""Typed settings: flags win over environment, environment over TOML file, that over defaults."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -29,7 +30,7 @@ LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 Method = Literal["eagle3", "draft_model"]
 
 
-class LearningOptions(BaseModel):
+class LearningOptions(BaseModel, extra="forbid"):
     """How the learner learns. ``serve`` passes these on to the learner that it starts."""
 
     seed: int = Field(0, description="Seed of every random choice of the learner")
@@ -62,6 +63,7 @@ class CommonSettings(BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix="PACELINE_",
         env_nested_delimiter="__",
+        env_ignore_empty=True,
         extra="forbid",
         cli_kebab_case=True,
         cli_hide_none_type=True,
@@ -89,16 +91,15 @@ class CommonSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        file = TomlConfigSettingsSource(settings_cls, _config_file)
-        return (init_settings, env_settings, file)
+        return (init_settings, env_settings, _FileSource(settings_cls, _config_file))
 
 
 class ServeSettings(CommonSettings):
     """Serve a model with speculative decoding and a drafter that learns from the traffic.
 
     Every flag can also stand in a TOML file (--config FILE; paceline.toml in the working folder is
-    read by itself) or in the environment (PACELINE_PORT, PACELINE_LEARNING__SEED). Everything after a
-    lone -- is passed to vLLM, for example: -- --tensor-parallel-size 2
+    read by itself) or in the environment (PACELINE_PORT, PACELINE_LEARNING__SEED). Everything after
+    a lone -- is passed to vLLM, for example: -- --tensor-parallel-size 2
     """
 
     target: str = Field("embedded", description="Model: 'embedded', a folder, or a Hugging Face id")
@@ -145,6 +146,25 @@ class ServeSettings(CommonSettings):
         default_factory=list, description="vLLM's own arguments (also: everything after --)"
     )
 
+    @field_validator("api_key")
+    @classmethod
+    def _real_key(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and not key.get_secret_value().strip():
+            raise ValueError("an empty key guards nothing; give one, or leave the option out")
+        return key
+
+    @field_validator("engine_args", mode="before")
+    @classmethod
+    def _words(cls, value: Any) -> Any:
+        return shlex.split(value) if isinstance(value, str) else value
+
+    @field_validator("engine_args")
+    @classmethod
+    def _no_second_key(cls, words: list[str]) -> list[str]:
+        if any(word.split("=")[0].replace("_", "-") == "--api-key" for word in words):
+            raise ValueError("vLLM's own --api-key is not used; give --api-key before the --")
+        return words
+
     @field_validator("learner")
     @classmethod
     def _known_learner(cls, learner: str) -> str:
@@ -176,6 +196,24 @@ class LearnSettings(CommonSettings, LearningOptions):
     @classmethod
     def _known_bind(cls, bind: str) -> str:
         return bind if bind == "ipc" else _endpoint(bind)
+
+
+class _FileSource(TomlConfigSettingsSource):
+    """The TOML file, which all commands share: each reads its own keys out of it.
+
+    A key that some other command knows is passed over, one that none knows stays and is refused.
+    The embedded learner is started in the server's working folder and meets the server's file.
+    """
+
+    def __call__(self) -> dict[str, Any]:
+        values = super().__call__()
+        if issubclass(self.settings_cls, LearningOptions):
+            values = {**values.get("learning", {}), **values}
+        own = self.settings_cls.model_fields
+        others = (set(ServeSettings.model_fields) | set(LearnSettings.model_fields)) - set(own)
+        if self.settings_cls is ServeSettings:
+            others -= set(LearningOptions.model_fields)  # they belong into [learning]: say so
+        return {key: value for key, value in values.items() if key not in others}
 
 
 Settings = TypeVar("Settings", bound=CommonSettings)

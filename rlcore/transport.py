@@ -54,6 +54,8 @@ def learner_endpoints(base: str) -> tuple[str, str]:
     check_endpoint(base)
     parts = urlsplit(base)
     if parts.scheme == "tcp":
+        if parts.port == 65535:
+            raise EndpointError(f"{base} leaves no port above it for control; choose a lower one")
         return base, f"tcp://{parts.hostname}:{(parts.port or 0) + 1}"
     return f"{base}.traces", f"{base}.control"
 

@@ -87,7 +87,7 @@ def _drafts(settings: ServeSettings, home: Home, target: Path, target_id: str) -
     """The drafts of this target; the first version is made or imported if need be."""
     store = WeightStore(home.drafts / f"{target_id}-{settings.draft_method}")
     command = [
-        sys.executable, "-m", "learner.first_draft",
+        sys.executable, "-P", "-m", "learner.first_draft",
         "--target", str(target),
         "--target-id", target_id,
         "--method", settings.draft_method,

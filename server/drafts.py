@@ -7,12 +7,13 @@ what was last promoted.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from rlcore.log import get_logger
 from rlcore.records import DraftManifest
@@ -42,8 +43,7 @@ class SwapStatistics:
     last_seconds: float | None = None
 
 
-@dataclass
-class LiveDraft:
+class LiveDraft(msgspec.Struct, forbid_unknown_fields=True):
     """What ``live.json`` holds."""
 
     live: int
@@ -103,6 +103,9 @@ class Drafts:
                 raise DraftError(
                     f"the engine did not answer within {SWAP_DEADLINE:.0f} s"
                 ) from None
+            except Exception as error:  # whatever vLLM raises when its engine is gone
+                self._failed("engine")
+                raise DraftError(f"the engine could not be asked: {error}") from error
             if report["error"] is not None:
                 self._failed(report["reason"])
                 raise DraftError(f"draft version {version} was refused: {report['error']}")
@@ -159,10 +162,10 @@ class Drafts:
 
 def read_live(root: Path) -> LiveDraft | None:
     try:
-        return LiveDraft(**json.loads((root / "live.json").read_text()))
+        return msgspec.json.decode((root / "live.json").read_bytes(), type=LiveDraft)
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DraftError(
             f"{root / 'live.json'} is damaged ({error}); delete it to start anew"
         ) from None
@@ -170,5 +173,5 @@ def read_live(root: Path) -> LiveDraft | None:
 
 def write_live(root: Path, state: LiveDraft) -> None:
     partial = root / f".live.json.{os.getpid()}"
-    partial.write_text(json.dumps({"live": state.live, "previous": state.previous}))
+    partial.write_bytes(msgspec.json.encode(state))
     partial.rename(root / "live.json")

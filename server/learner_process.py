@@ -24,7 +24,7 @@ STOP_DEADLINE = 20.0
 
 class LearnerProcess:
     def __init__(self, arguments: list[str]) -> None:
-        self._command = [sys.executable, "-m", "rlcore.cli", "learn", *arguments]
+        self._command = [sys.executable, "-P", "-m", "rlcore.cli", "learn", *arguments]
         self._process: asyncio.subprocess.Process | None = None
         self.restarts = 0
 

@@ -122,10 +122,11 @@ class _UsageWriter:
             await self._send_json(self._buffer)
 
     async def _event(self, event: bytes) -> bytes:
-        if b'"usage"' not in event or not event.startswith(b"data: {"):
+        """A stream's running usage stays as it is; the last one, without choices, gets the account."""
+        head, data, content = event.partition(b"data: {")
+        if not data or b'"usage"' not in content or (head and not head.endswith(b"\n")):
             return event
-        body = await self._with_usage(event.removeprefix(b"data: "))
-        return b"data: " + body
+        return head + b"data: " + await self._with_usage(b"{" + content, running=True)
 
     async def _send_json(self, content: bytes) -> None:
         assert self._start is not None
@@ -135,18 +136,16 @@ class _UsageWriter:
         await self._send({**self._start, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
 
-    async def _with_usage(self, content: bytes) -> bytes:
+    async def _with_usage(self, content: bytes, running: bool = False) -> bytes:
         try:
             value = json.loads(content)
-        except ValueError:
+        except (ValueError, RecursionError):
             return content
         holder = value.get("response", value) if isinstance(value, dict) else None
         if not isinstance(holder, dict) or not isinstance(holder.get("usage"), dict):
             return content
-        if holder.get("choices"):
-            # A stream's running usage; the last event, without choices, carries the account.
-            if value.get("object", "").endswith(".chunk"):
-                return content
+        if running and holder.get("choices"):
+            return content
         versions = await self._acceptance_of(self._ticket.engine_ids)
         holder["usage"]["paceline"] = {"versions": versions}
         return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()

@@ -11,8 +11,8 @@ yet. The anchor is t = 3. Draft step 0 proposes token 5, judged by row 4; step 1
 judged by row 5. If step 0 is accepted and step 1 is not, the verification emits token 5 (the draft)
 and token 6 (the target's own), and the next anchor is t = 5.
 
-A span starts at ``first_position`` (later than 0 after a prefix-cache hit); the drafter sees nothing
-before it, but positions stay absolute.
+A span starts at ``first_position`` (later than 0 after a prefix-cache hit); the drafter sees
+nothing before it, but positions stay absolute.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ from learner.batch import SpanBatch
 from learner.target import Target
 
 
+Exported = tuple[dict[str, Tensor], dict[str, Any]]
+"""Tensors, and the content of config.json."""
+
+
 class Drafter(nn.Module, ABC):
     """A drafter under training. Parameters are float32; frozen parts are buffers."""
 
@@ -43,6 +47,11 @@ class Drafter(nn.Module, ABC):
 
     vocab: Tensor
     """[V_draft] target id of each training index, ascending."""
+
+    @classmethod
+    @abstractmethod
+    def build(cls, target: Target, vocab_size: int = 4096, counts: Tensor | None = None) -> Self:
+        """An untrained one. ``counts`` [V] of traffic, if known, choose its vocabulary."""
 
     @abstractmethod
     def unroll(self, batch: SpanBatch, steps: int, *, own_tokens: bool = False) -> list[Tensor]:
@@ -62,8 +71,8 @@ class Drafter(nn.Module, ABC):
         return self.vocab[self.logits(hidden).argmax(-1)]
 
     @abstractmethod
-    def export(self, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and config.json in the layout that vLLM loads."""
+    def export(self, dtype: torch.dtype = torch.float32) -> Exported:
+        """What vLLM loads, in its layout."""
 
     @classmethod
     @abstractmethod
@@ -78,7 +87,7 @@ class Drafter(nn.Module, ABC):
         (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def read_folder(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_folder(folder: str | Path) -> Exported:
     """All safetensors of a folder, and its config.json."""
     folder = Path(folder)
     files = sorted(folder.glob("*.safetensors"))

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from learner.batch import SpanBatch
-from learner.drafters.base import Drafter, read_folder
+from learner.drafters.base import Drafter, Exported, read_folder
 from learner.target import Target, choose_vocab, prior_counts
 
 
@@ -21,6 +21,7 @@ class DraftModel(Drafter):
     method: ClassVar[str] = "draft_model"
     needs_aux: ClassVar[bool] = False
     reads_own_states: ClassVar[bool] = False
+    head_rows: Tensor
 
     def __init__(self, model: PreTrainedModel, vocab: Tensor) -> None:
         """``vocab`` [V_draft] are the tokens that training compares; it drafts from all of them."""
@@ -36,9 +37,9 @@ class DraftModel(Drafter):
     def build(
         cls,
         target: Target,
-        layers: int = 4,
         vocab_size: int = 4096,
         counts: Tensor | None = None,
+        layers: int = 4,
     ) -> Self:
         """The target's first ``layers`` layers between its own embedding, final norm and head."""
         config = AutoConfig.from_pretrained(target.folder)
@@ -106,7 +107,7 @@ class DraftModel(Drafter):
     def propose(self, hidden: Tensor) -> Tensor:
         return self.head(hidden).argmax(-1)
 
-    def export(self, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def export(self, dtype: torch.dtype = torch.float32) -> Exported:
         # named_parameters leaves out a tied head, as vLLM expects.
         tensors = {k: v.detach().to(dtype) for k, v in self.model.named_parameters()}
         config = self.model.config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}

@@ -1,7 +1,7 @@
 """The EAGLE-3 head, as vLLM 0.32 runs it (model_executor/models/llama_eagle3.py).
 
-One Llama layer over the pair (target features of row t, embedding of token t+1), at RoPE position t.
-The features are ``fc`` of three auxiliary states; a later draft step reads the head's own output
+One Llama layer over the pair (target features of row t, embedding of token t+1), at RoPE position
+t. The features are ``fc`` of three auxiliary states; a later draft step reads the head's own output
 before the final norm in their place.
 """
 
@@ -18,7 +18,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from learner.batch import SpanBatch
-from learner.drafters.base import Drafter, read_folder
+from learner.drafters.base import Drafter, Exported
+from learner.drafters.eagle3_folder import aux_layers, read_head
 from learner.target import Target, choose_vocab, prior_counts
 
 QUERY_BLOCK = 512
@@ -61,21 +62,24 @@ class MidLayer(nn.Module):
         super().__init__()
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
-        for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
-            self.add_module(name, nn.RMSNorm(config.hidden_size, config.rms_norm_eps))
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class Eagle3(Drafter):
     method: ClassVar[str] = "eagle3"
     needs_aux: ClassVar[bool] = True
     reads_own_states: ClassVar[bool] = True
+    embedding: Tensor
 
     def __init__(self, config: dict[str, Any], vocab: Tensor, embedding: Tensor) -> None:
         """``config`` as exported; ``vocab`` [V_draft]; ``embedding`` [V, H], the target's own."""
         super().__init__()
         self.config = config
         layer = LlamaConfig(**{k: config[k] for k in _LAYER_KEYS if config.get(k) is not None})
-        self.aux_count = len(_aux_layers(config) or (0, 0, 0))
+        # vLLM reads three layers where a config names none.
+        self.aux_count = len(aux_layers(config) or (2, 3, 4))
         self.norm_before_residual = bool(config.get("norm_before_residual", False))
         self.midlayer = MidLayer(layer)
         self.fc = nn.Linear(self.aux_count * layer.hidden_size, layer.hidden_size, bias=False)
@@ -111,14 +115,29 @@ class Eagle3(Drafter):
 
     @torch.no_grad()
     def _start(self, target: Target, seed: int) -> None:
-        """The residual stream passes at first: features of the deepest layer to the target's head."""
+        """At first the layer is the target's last one: its features pass to the target's head.
+
+        Weights for the token embedding's half of the attention input have no counterpart there and
+        are random, as is everything when the target's last layer has other names or shapes.
+        """
+        hidden = target.hidden_size
         generator = torch.Generator().manual_seed(seed)
+        prefix = f"model.layers.{target.layers - 1}."
+        # What the target norms before attention is what the head norms as hidden states.
+        theirs = {"hidden_norm.weight": "input_layernorm.weight", "input_layernorm.weight": None}
         for name, weight in self.midlayer.named_parameters():
             if weight.ndim == 2:
                 writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 scale = 0.1 if writes_residual else 1.0
                 weight.normal_(0.0, scale * weight.shape[1] ** -0.5, generator=generator)
-        hidden = target.hidden_size
+            source = theirs.get(name, name)
+            if source is None or not target.has(prefix + source):
+                continue
+            given = target.tensor(prefix + source)
+            reads_pair = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+            half = weight[:, hidden:] if reads_pair else weight
+            if given.shape == half.shape:
+                half.copy_(given)
         self.fc.weight.zero_()
         self.fc.weight[:, -hidden:].fill_diagonal_(1.0)
         self.lm_head.weight.copy_(target.lm_head[self.vocab])
@@ -153,13 +172,12 @@ class Eagle3(Drafter):
                 own_values.append(_heads(attention.v_proj(pair), attention.head_dim))
             mixed = self._attend(batch, query, keys, values, own_keys, own_values)
             residual = residual + attention.o_proj(mixed)
-            residual = residual + self.midlayer.mlp(self.midlayer.post_attention_layernorm(residual))
+            normed = self.midlayer.post_attention_layernorm(residual)
+            residual = residual + self.midlayer.mlp(normed)
             outputs.append(self.norm(residual))
             if step + 1 < steps:
-                if own_tokens:
-                    token = self.propose(outputs[-1])
-                else:
-                    token = batch.tokens_after(2 + step)
+                committed = batch.tokens_after(2 + step)
+                token = self.propose(outputs[-1]) if own_tokens else committed
                 pair, residual = self._pair(token, residual)
         return outputs
 
@@ -187,7 +205,8 @@ class Eagle3(Drafter):
         own_values: list[Tensor],
     ) -> Tensor:
         """Attention of the anchors, [N, heads * head_dim]: causal over their span's rows, and each
-        over its own earlier steps. query [N, heads, d]; keys, values [B, S, kv, d]; own [N, kv, d]."""
+        over its own earlier steps. query [N, heads, d]; keys, values [B, S, kv, d]; own [N, kv, d].
+        """
         mixed = []
         for b, (start, row, count) in enumerate(batch.anchor_ranges()):
             for first in range(0, count, QUERY_BLOCK):
@@ -207,7 +226,7 @@ class Eagle3(Drafter):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)
 
-    def export(self, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def export(self, dtype: torch.dtype = torch.float32) -> Exported:
         tensors = {k: v.detach().to(dtype).contiguous() for k, v in self.named_parameters()}
         vocab_size = self.embedding.shape[0]
         # vLLM has no place for a map when the head covers the whole vocabulary.
@@ -219,36 +238,10 @@ class Eagle3(Drafter):
 
     @classmethod
     def load(cls, folder: str | Path, target: Target) -> Self:
-        """Also reads heads of the ``speculators`` library. Raises ValueError on what it cannot run:
-        other widths than the target's, biases, extra norms, an embedding other than the target's."""
-        stored, config = read_folder(folder)
-        config = _flat_config(config)
-        for key in ("fc_norm", "norm_before_fc", "norm_output", "attention_bias"):
-            if config.get(key) or (config.get("eagle_config") or {}).get(key):
-                raise ValueError(f"{folder}: heads with {key} cannot be trained here")
-        if config["hidden_size"] != target.hidden_size:
-            raise ValueError(f"{folder}: hidden size {config['hidden_size']} is not the target's")
-        tensors = {
-            name.removeprefix("model.").replace("layers.0.", "midlayer."): tensor
-            for name, tensor in stored.items()
-        }
-        tensors.pop("t2d", None)
-        embedding = tensors.pop("embed_tokens.weight", None)
-        if embedding is not None and not torch.allclose(
-            embedding.float(), target.embedding, rtol=1e-2, atol=1e-3
-        ):
-            raise ValueError(f"{folder}: its embedding is not the target's")
-        offsets = tensors.pop("d2t", None)
-        if offsets is None:
-            vocab = torch.arange(target.vocab_size)
-        else:
-            vocab = offsets.long() + torch.arange(len(offsets))
-        config["draft_vocab_size"] = len(vocab)
-        config["vocab_size"] = target.vocab_size
-        # A head without an lm_head of its own uses the target's; it is trained as a copy.
-        tensors.setdefault("lm_head.weight", target.lm_head[vocab])
+        """Also reads heads made elsewhere; raises ValueError on one that cannot be trained here."""
+        tensors, config, vocab = read_head(folder, target)
         head = cls(config, vocab, target.embedding)
-        head.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+        head.load_state_dict(tensors)
         return head
 
 
@@ -277,23 +270,3 @@ def _attend_block(
     for i, value in enumerate(own_values):
         mixed = mixed + weights[..., m + i].permute(2, 0, 1).unsqueeze(-1) * value.unsqueeze(2)
     return mixed.reshape(n, heads * dim)
-
-
-def _aux_layers(config: dict[str, Any]) -> list[int] | None:
-    named = config.get("eagle_aux_hidden_state_layer_ids")
-    return named or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-
-
-def _flat_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of a ``speculators`` head in the plain layout; any other as it is."""
-    if "transformer_layer_config" not in config:
-        return config
-    flat = config["transformer_layer_config"] | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "tie_word_embeddings": False,
-        "norm_before_residual": config.get("norm_before_residual", True),
-    }
-    layers = config.get("eagle_aux_hidden_state_layer_ids")
-    return flat | ({"eagle_aux_hidden_state_layer_ids": layers} if layers else {})

@@ -5,5 +5,7 @@ from __future__ import annotations
 
 def register() -> None:
     from rlcore.engine.fixes import apply_fixes
+    from rlcore.engine.spinning import wait_without_spinning
 
     apply_fixes()
+    wait_without_spinning()

@@ -70,7 +70,9 @@ class Naive:
         for h in range(self.heads):
             g = h // (self.heads // self.kv)
             scores = torch.stack([q[h] @ key[g] for key, _ in cache]) / self.dim**0.5
-            out.append(sum(p * val[g] for p, (_, val) in zip(scores.softmax(0), cache, strict=True)))
+            out.append(
+                sum(p * val[g] for p, (_, val) in zip(scores.softmax(0), cache, strict=True))
+            )
         residual = hidden + self.w[attn + "o_proj.weight"] @ torch.cat(out)
         y = self.norm(residual, layer + "post_attention_layernorm.weight")
         gate = silu(self.w[layer + "mlp.gate_proj.weight"] @ y)
@@ -114,7 +116,9 @@ def test_unroll_equals_drafting_one_position_at_a_time(world, own_tokens, block,
         expected = naive.draft(spans[b], row, 3, own_tokens)
         for j in range(3):
             if own_tokens or row + 1 + j < spans[b].rows:
-                torch.testing.assert_close(outputs[j][i].double(), expected[j], rtol=2e-4, atol=2e-4)
+                torch.testing.assert_close(
+                    outputs[j][i].double(), expected[j], rtol=2e-4, atol=2e-4
+                )
 
 
 def test_blockwise_attention_has_the_same_gradient(world, monkeypatch):
@@ -167,7 +171,8 @@ def test_an_exported_head_loads_back_and_leaves_the_embedding_out(world, tmp_pat
     vocab = torch.arange(40) + tensors["d2t"]
     assert torch.equal(vocab, head.vocab)
     assert torch.equal(tensors["t2d"].nonzero().flatten(), vocab)
-    assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].shape == (VOCAB,)
+    assert tensors["d2t"].dtype == torch.int64
+    assert tensors["t2d"].shape == (VOCAB,)
     again = Eagle3.load(tmp_path / "head", target)
     batch = collate([make_span(model, 8, 2)], with_aux=True)
     for a, b in zip(head.unroll(batch, 3), again.unroll(batch, 3), strict=True):
@@ -198,7 +203,8 @@ def test_a_speculators_head_is_read_with_its_own_residual(world, tmp_path):
              "draft_vocab_size": 40}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(outer))
     again = Eagle3.load(tmp_path, target)
-    assert again.norm_before_residual and again.export()[1]["norm_before_residual"]
+    assert again.norm_before_residual
+    assert again.export()[1]["norm_before_residual"]
     batch = collate([make_span(model, 8, 2)], with_aux=True)
     assert not torch.allclose(head.unroll(batch, 1)[0], again.unroll(batch, 1)[0])
 
@@ -206,7 +212,9 @@ def test_a_speculators_head_is_read_with_its_own_residual(world, tmp_path):
 def test_a_head_with_another_embedding_is_refused(world, tmp_path):
     _, target = world
     tensors, config = Eagle3.build(target, vocab_size=40).export()
-    save_file(tensors | {"embed_tokens.weight": target.embedding + 1}, tmp_path / "model.safetensors")
+    save_file(
+        tensors | {"embed_tokens.weight": target.embedding + 1}, tmp_path / "model.safetensors"
+    )
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="embedding"):
         Eagle3.load(tmp_path, target)
@@ -219,4 +227,5 @@ def test_the_vocabulary_holds_special_tokens_and_the_most_counted(world):
     counts = torch.zeros(VOCAB)
     counts[[7, 50]] = 3
     assert choose_vocab(prior_counts(target) + counts, 5).tolist() == [0, 7, 50, 90, 91]
-    assert target.hidden_size == HIDDEN and target.aux_layers == (2, 3, 3)
+    assert target.hidden_size == HIDDEN
+    assert target.aux_layers == (2, 3, 3)

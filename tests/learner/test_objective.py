@@ -83,7 +83,11 @@ def test_loss_does_not_depend_on_how_spans_are_batched(world):
     model, target = world
     head = Eagle3.build(target, vocab_size=40)
     objective = DistillObjective(target.lm_head[head.vocab], steps=3)
-    spans = [make_span(model, 9, 3), make_span(model, 14, 6, seed=1), make_span(model, 7, 2, seed=2)]
+    spans = [
+        make_span(model, 9, 3),
+        make_span(model, 14, 6, seed=1),
+        make_span(model, 7, 2, seed=2),
+    ]
     together = objective(head, collate(spans, with_aux=True))
     apart = [objective(head, collate([span], with_aux=True)) for span in spans]
     assert together.weight == pytest.approx(sum(o.weight for o in apart))
@@ -147,7 +151,9 @@ def test_training_lowers_the_loss_and_lengthens_the_drafts(world):
     states = model.model(tokens[:, :62], output_hidden_states=True)
     last = states.last_hidden_state[0].detach()
     aux = torch.cat([states.hidden_states[i][0].detach() for i in (2, 3, 3)], dim=-1)
-    span = dataclasses.replace(span, last=last, aux=aux, lse=model.lm_head(last).logsumexp(-1).detach())
+    span = dataclasses.replace(
+        span, last=last, aux=aux, lse=model.lm_head(last).logsumexp(-1).detach()
+    )
     trainer = Trainer(
         head,
         DistillObjective(target.lm_head[head.vocab], steps=3),
@@ -179,16 +185,19 @@ def test_a_span_views_writable_frames_and_copies_read_only_ones():
     trace, views = trace_of({"last": last}, tokens=5)
     viewed = Span.from_trace(trace, views)
     copied = Span.from_trace(trace, [view.tobytes() for view in views])
-    assert torch.equal(viewed.last, last) and torch.equal(copied.last, last)
+    assert torch.equal(viewed.last, last)
+    assert torch.equal(copied.last, last)
     last[0, 0] = 7.0
-    assert viewed.last[0, 0] == 7.0 and viewed.lse.isnan().all()
+    assert viewed.last[0, 0] == 7.0
+    assert viewed.lse.isnan().all()
     assert (viewed.first_anchor, viewed.anchors) == (1, 2)
 
 
 def test_a_row_without_a_next_token_is_left_out():
     trace, views = trace_of({"last": torch.randn(5, HIDDEN)}, tokens=5)
     span = Span.from_trace(trace, views)
-    assert span.rows == 4 and len(span.token_ids) == 5
+    assert span.rows == 4
+    assert len(span.token_ids) == 5
 
 
 def test_spans_that_do_not_fit_the_target_are_refused():

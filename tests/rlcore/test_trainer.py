@@ -51,8 +51,10 @@ def test_micro_batches_of_any_size_give_the_update_of_the_whole(cuts):
     whole, cut = make(), make()
     a = whole.update([x])
     b = cut.update(x.split(cuts))
-    assert a.loss == pytest.approx(b.loss) and a.grad_norm == pytest.approx(b.grad_norm)
-    assert b.weight == 10 and b.metrics["square"] == pytest.approx(b.loss)
+    assert a.loss == pytest.approx(b.loss)
+    assert a.grad_norm == pytest.approx(b.grad_norm)
+    assert b.weight == 10
+    assert b.metrics["square"] == pytest.approx(b.loss)
     torch.testing.assert_close(weights(whole), weights(cut))
 
 
@@ -67,9 +69,9 @@ def test_gradients_are_clipped_to_the_largest_norm():
     net = Net()
     x = 100 * torch.ones(3, 4)
     for bound in (1e-3, 1e9):
-        metrics = Trainer(
-            net, squares, Spy(net.named_parameters()), max_grad_norm=bound
-        ).update([x])
+        metrics = Trainer(net, squares, Spy(net.named_parameters()), max_grad_norm=bound).update(
+            [x]
+        )
         assert seen[-1] == pytest.approx(min(bound, metrics.grad_norm), rel=1e-3)
 
 
@@ -82,7 +84,8 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_is_counted(bad):
     trainer.update([torch.ones(2, 4)])
     before = weights(trainer)
     metrics = trainer.update([torch.ones(2, 4), torch.full((2, 4), bad), torch.ones(2, 4)])
-    assert metrics.skipped == "loss" and trainer.skipped["loss"] == 1
+    assert metrics.skipped == "loss"
+    assert trainer.skipped["loss"] == 1
     assert torch.equal(before, weights(trainer))
     assert trainer.update([]).skipped == "empty"
 
@@ -94,7 +97,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
     trainer = make(root)
     before = weights(trainer)
     assert trainer.update([torch.ones(2, 4)]).skipped == "gradient"
-    assert trainer.updates == 0 and trainer.skipped == {"gradient": 1}
+    assert trainer.updates == 0
+    assert trainer.skipped == {"gradient": 1}
     assert torch.equal(before, weights(trainer))
     assert all(p.grad is None for p in trainer.module.parameters())
 
@@ -120,7 +124,8 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one():
         resumed.update(draw(resumed))
     assert torch.equal(weights(straight), weights(resumed))
     left, right = straight.state(), resumed.state()
-    assert left[1] == right[1] and left[1]["updates"] == 8
+    assert left[1] == right[1]
+    assert left[1]["updates"] == 8
     assert all(torch.equal(left[0][name], right[0][name]) for name in left[0])
 
 

@@ -1,0 +1,77 @@
+"""Reads EAGLE-3 heads from disk: our own, vLLM's layout from elsewhere, and ``speculators``'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from learner.drafters.base import read_folder
+from learner.target import Target
+
+
+def read_head(
+    folder: str | Path, target: Target
+) -> tuple[dict[str, Tensor], dict[str, Any], Tensor]:
+    """(tensors by exported name, config, vocabulary [V_draft]) of a head for ``target``.
+
+    Raises ValueError on a head that cannot be trained here: other widths than the target's, biases,
+    extra norms, an embedding other than the target's.
+    """
+    stored, config = read_folder(folder)
+    config = _flat_config(config)
+    for key in ("fc_norm", "norm_before_fc", "norm_output", "attention_bias"):
+        if config.get(key) or (config.get("eagle_config") or {}).get(key):
+            raise ValueError(f"{folder}: heads with {key} cannot be trained here")
+    if config["hidden_size"] != target.hidden_size:
+        raise ValueError(f"{folder}: hidden size {config['hidden_size']} is not the target's")
+    tensors = {
+        name.removeprefix("model.").replace("layers.0.", "midlayer."): tensor
+        for name, tensor in stored.items()
+    }
+    tensors.pop("t2d", None)
+    embedding = tensors.pop("embed_tokens.weight", None)
+    if embedding is not None and not _same(embedding, target.embedding):
+        raise ValueError(f"{folder}: its embedding is not the target's")
+    offsets = tensors.pop("d2t", None)
+    if offsets is None:
+        vocab = torch.arange(target.vocab_size)
+    else:
+        vocab = offsets.long() + torch.arange(len(offsets))
+    config["draft_vocab_size"] = len(vocab)
+    config["vocab_size"] = target.vocab_size
+    # A head without an lm_head of its own uses the target's; it is trained as a copy.
+    tensors.setdefault("lm_head.weight", target.lm_head[vocab])
+    return {name: tensor.float() for name, tensor in tensors.items()}, config, vocab
+
+
+def aux_layers(config: dict[str, Any]) -> list[int] | None:
+    """The auxiliary layers that a config names; None leaves vLLM's default."""
+    named = config.get("eagle_aux_hidden_state_layer_ids")
+    return named or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    # The two may have been rounded to different dtypes.
+    return one.shape == other.shape and torch.allclose(one.float(), other, rtol=1e-2, atol=1e-3)
+
+
+def _flat_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a ``speculators`` head in the plain layout; any other as it is."""
+    if "transformer_layer_config" not in config:
+        return config
+    inner: dict[str, Any] = config["transformer_layer_config"]
+    flat = inner | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": False,
+    }
+    # Absent means true in that library, and false in vLLM's plain layout.
+    flat["norm_before_residual"] = config.get("norm_before_residual", True)
+    for key in ("eagle_aux_hidden_state_layer_ids", "fc_norm", "norm_before_fc", "norm_output"):
+        if config.get(key):
+            flat[key] = config[key]
+    return flat

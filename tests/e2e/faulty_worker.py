@@ -1,0 +1,107 @@
+"""A worker whose swaps fail where a test asks for it, and that tells which drafts it verified."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rlcore.engine import swap
+from rlcore.engine.swap import DraftSlot
+from rlcore.engine.worker import PacelineWorker
+from rlcore.weights import WeightError
+
+STAGES = ("check", "begin", "load", "half-way", "finish", "read-back", "silently wrong")
+
+
+class InjectedFault(RuntimeError):
+    pass
+
+
+class FaultySlot(DraftSlot):
+    """Fails at ``stage`` once; a restore uses the plain stages and is not affected."""
+
+    stage: str | None = None
+
+    def swap(self, *args: Any) -> swap.SwapReport:
+        try:
+            return super().swap(*args)
+        finally:
+            self.stage = None
+
+    def _fail_at(self, stage: str) -> None:
+        if self.stage == stage:
+            raise InjectedFault(stage)
+
+    def check(self, *args: Any) -> dict[str, torch.Tensor]:
+        if self.stage == "check":
+            raise WeightError("injected", "check")
+        return super().check(*args)
+
+    def begin(self) -> None:
+        super().begin()
+        self._fail_at("begin")
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        tensors = dict(tensors)
+        if self.stage == "half-way":
+            # Stop in the middle of the file, with half of a fused layer given.
+            cut = next(i for i, name in enumerate(tensors) if "k_proj" in name)
+            super().load(dict(list(tensors.items())[:cut]))
+            raise InjectedFault("half-way")
+        if self.stage == "silently wrong":
+            name = next(name for name in tensors if "down_proj" in name)
+            tensors[name] = tensors[name].flip(0)
+        super().load(tensors)
+        self._fail_at("load")
+
+    def finish(self) -> None:
+        super().finish()
+        self._fail_at("finish")
+
+    def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().apply(tensors)
+        self._fail_at("read-back")
+
+
+class FaultyWorker(PacelineWorker):
+    slot_class = FaultySlot
+
+    def test_fail_at(self, stage: str) -> None:
+        assert stage in STAGES
+        assert isinstance(self._slot, FaultySlot)
+        self._slot.stage = stage
+
+    def test_acceptance(self) -> dict[int, tuple[int, int]]:
+        """By draft version: drafts verified and accepted since the start."""
+        return {
+            version: (sum(count.drafted), sum(count.accepted))
+            for version, count in self._capture.acceptance.items()
+        }
+
+    def test_drafts(self) -> list[list[int]]:
+        """The drafts verified since the last call, step by step."""
+        taken, self._seen = self._seen, []
+        return taken
+
+    def test_target_digest(self) -> float:
+        """Changes when any value of the target's plain parameters does."""
+        return sum(
+            float((p.double() * torch.arange(1, p.numel() + 1).view_as(p).double()).sum())
+            for p in self.model_runner.get_model().parameters()
+            if p.numel()
+        )
+
+    def test_shared_modules(self) -> list[str]:
+        assert self._slot is not None
+        return [name for name, _, _ in self._slot._shared_modules()]
+
+    _seen: list[list[int]] = []
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        self._seen += [
+            list(drafts)
+            for _, drafts in sorted(scheduler_output.scheduled_spec_decode_tokens.items())
+        ]
+        return super().execute_model(scheduler_output)

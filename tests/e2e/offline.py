@@ -1,0 +1,161 @@
+"""Drives vLLM's offline LLM with our worker: one job (JSON) in, one list of results (JSON) out.
+
+As a script: ``python -m tests.e2e.offline JOB OUT``. As a module: ``run(job)`` does that in a process
+of its own. A job holds ``model``, ``worker``, ``draft`` (None: no speculation), ``method``, ``k`` and
+``actions``, each a list of a name and its arguments:
+
+- ``generate``: requests (token ids and sampling parameters), and swaps by engine step. The engine
+  core runs inside the driving process, so a swap lands between two chosen steps of running requests.
+- ``swap``: folder, version.
+- ``rpc``: method, arguments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+DEADLINE = 400.0
+WORKER = "tests.e2e.faulty_worker.FaultyWorker"
+
+
+def job(model: Path, draft: Path | None, method: str, k: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model": str(model), "draft": draft and str(draft), "method": method, "k": k,
+        "max_model_len": 256, "max_num_seqs": 64, "worker": WORKER, **more,
+    }  # fmt: skip
+
+
+def generate(
+    prompts: list[list[int]], sampling: list[dict[str, Any]], swaps: dict[int, tuple] | None = None
+) -> tuple[str, dict[str, Any]]:
+    """One sampling dict for each prompt; ``swaps`` maps an engine step to (folder, version)."""
+    return "generate", {
+        "prompts": prompts,
+        "sampling": sampling,
+        "swaps": {str(step): [str(f), v] for step, (f, v) in (swaps or {}).items()},
+    }
+
+
+def swap(folder: Path, version: int, sha256: str | None = None) -> tuple[str, dict[str, Any]]:
+    return "swap", {"folder": str(folder), "version": version, "sha256": sha256}
+
+
+def rpc(method: str, *args: Any) -> tuple[str, dict[str, Any]]:
+    return "rpc", {"method": method, "args": args}
+
+
+def run(given: dict[str, Any], actions: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """The result of each action."""
+    with tempfile.TemporaryDirectory() as folder:
+        given_path, out = Path(folder) / "job.json", Path(folder) / "out.json"
+        given_path.write_text(json.dumps(given | {"actions": actions}))
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "VLLM_USE_V2_MODEL_RUNNER": "0",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+        if openmp.exists():
+            environment["LD_PRELOAD"] = str(openmp)
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "tests.e2e.offline", given_path, out],
+            env=environment, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE,
+        )  # fmt: skip
+        if done.returncode != 0 or not out.exists():
+            raise RuntimeError(f"the engine ended with {done.returncode}:\n{done.stderr[-6000:]}")
+        return json.loads(out.read_text())
+
+
+class Engine:
+    def __init__(self, given: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        from rlcore.engine.options import EngineOptions
+
+        options = EngineOptions(
+            target_version=0, draft_version=0, trained=True, probe_interval=8,
+            link_endpoint=f"ipc://{tempfile.mkdtemp()}/link", trace_endpoint=None, capture_rate=0.0,
+            capture_span_tokens=2048, capture_queue=256,
+        )  # fmt: skip
+        speculative = None
+        if given["draft"] is not None:
+            speculative = {
+                "method": given["method"],
+                "model": given["draft"],
+                "num_speculative_tokens": given["k"],
+            }
+        self.llm = LLM(
+            model=given["model"], dtype="float32", enforce_eager=True, async_scheduling=False,
+            max_model_len=given["max_model_len"], max_num_seqs=given["max_num_seqs"],
+            skip_tokenizer_init=True, worker_cls=given["worker"], seed=0,
+            additional_config=options.to_config(), speculative_config=speculative,
+        )  # fmt: skip
+        self._requests = 0
+
+    def generate(self, prompts, sampling, swaps) -> dict[str, Any]:
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        order = []
+        for ids, params in zip(prompts, sampling, strict=True):
+            order.append(f"r{self._requests}")
+            self._requests += 1
+            engine.add_request(
+                order[-1],
+                {"prompt_token_ids": ids},
+                SamplingParams(**params, ignore_eos=True, detokenize=False),
+            )
+        done: dict[str, Any] = {}
+        reports = []
+        steps = 0
+        while engine.has_unfinished_requests():
+            if (planned := swaps.get(str(steps))) is not None:
+                running = engine.get_num_unfinished_requests()
+                reports.append(self.swap(*planned) | {"running": running})
+            for output in engine.step():
+                if output.finished:
+                    done[output.request_id] = output.outputs[0]
+            steps += 1
+        return {
+            "tokens": [list(done[r].token_ids) for r in order],
+            "logprobs": [
+                [{str(t): lp.logprob for t, lp in at.items()} for at in done[r].logprobs or []]
+                for r in order
+            ],
+            "swaps": reports,
+            "steps": steps,
+        }
+
+    def swap(self, folder: str, version: int, sha256: str | None = None) -> dict[str, Any]:
+        if sha256 is None:
+            content = (Path(folder) / "model.safetensors").read_bytes()
+            sha256 = hashlib.sha256(content).hexdigest()
+        return self.llm.collective_rpc("paceline_swap", args=(folder, sha256, version))[0]
+
+    def rpc(self, method: str, args: list[Any]) -> Any:
+        return self.llm.collective_rpc(method, args=tuple(args))[0]
+
+
+def main() -> None:
+    given = json.loads(Path(sys.argv[1]).read_text())
+    engine = Engine(given)
+    results = [getattr(engine, name)(**arguments) for name, arguments in given["actions"]]
+    Path(sys.argv[2]).write_text(json.dumps(results))
+    sys.stdout.flush()
+    os._exit(0)  # nothing is left to say, and vLLM takes seconds to go
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The journal gives back what was written, up to where a crash cut it, within its budget."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import learner.journal as journal_module
+from learner.journal import Journal
+from rlcore.records import Sampling, TensorSpec, VerifyTrace, encode
+
+
+def message(number: int, rows: int) -> list[bytes]:
+    trace = VerifyTrace(
+        request_id=f"r{number}", tenant="t", target_version=0, span_index=0, final=True,
+        first_position=0, prompt_length=1, prompt_hash="h", token_ids=[1] * (rows + 1),
+        sampling=Sampling(), grammar=False, steps=[],
+        tensors=[TensorSpec("last", "float32", (rows, 2))],
+    )  # fmt: skip
+    return [encode(trace), bytes([number % 256]) * (rows * 8)]
+
+
+def write(root: Path, messages: list[list[bytes]], max_bytes: int = 10**9) -> None:
+    journal = Journal(root, max_bytes)
+    for frames in messages:
+        journal.append(frames)
+    journal.close()
+
+
+def names(root: Path) -> list[str]:
+    return [trace.request_id for trace, _ in Journal(root, 10**9).read()]
+
+
+@pytest.fixture(scope="module")
+def folder():
+    path = Path(tempfile.mkdtemp())
+    yield path
+    shutil.rmtree(path)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 20), max_size=12))
+def test_what_is_written_is_read_in_order(folder, rows):
+    root = Path(tempfile.mkdtemp(dir=folder))
+    messages = [message(i, n) for i, n in enumerate(rows)]
+    write(root, messages)
+    read = list(Journal(root, 10**9).read())
+    assert [trace.request_id for trace, _ in read] == [f"r{i}" for i in range(len(rows))]
+    assert [frames for _, frames in read] == [frames[1:] for frames in messages]
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.data())
+def test_a_segment_cut_at_any_byte_is_read_up_to_the_cut(folder, rows, data):
+    root = Path(tempfile.mkdtemp(dir=folder))
+    messages = [message(i, n) for i, n in enumerate(rows)]
+    write(root, messages)
+    (segment,) = Journal(root, 10**9).segments()
+    sizes = [4 + sum(8 + len(frame) for frame in frames) for frames in messages]
+    content = segment.read_bytes()
+    assert len(content) == sum(sizes)
+    cut = data.draw(st.integers(0, len(content)))
+    segment.write_bytes(content[:cut])
+    whole = sum(sum(sizes[: i + 1]) <= cut for i in range(len(sizes)))
+    assert names(root) == [f"r{i}" for i in range(whole)]
+    # A restarted learner writes on, into a new segment; nothing read before is lost.
+    write(root, [message(99, 2)])
+    assert names(root) == [*(f"r{i}" for i in range(whole)), "r99"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.binary(min_size=1, max_size=200))
+def test_garbage_in_a_segment_is_never_fatal(folder, garbage):
+    root = Path(tempfile.mkdtemp(dir=folder))
+    write(root, [message(1, 3)])
+    (segment,) = Journal(root, 10**9).segments()
+    segment.write_bytes(segment.read_bytes() + garbage)
+    assert names(root)[0] == "r1"
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.integers(200, 4000))
+def test_the_budget_holds_but_for_the_segment_in_writing(folder, rows, budget):
+    root = Path(tempfile.mkdtemp(dir=folder))
+    segment_bytes = 600
+    messages = [message(i, n) for i, n in enumerate(rows)]
+    with mock.patch.object(journal_module, "SEGMENT_BYTES", segment_bytes):
+        write(root, messages, max_bytes=budget)
+    used = sum(s.stat().st_size for s in Journal(root, budget).segments())
+    largest = max(4 + sum(8 + len(f) for f in frames) for frames in messages)
+    assert used <= budget + segment_bytes + 2 * largest
+    kept = names(root)
+    assert kept == [f"r{i}" for i in range(len(rows))][-len(kept) :]

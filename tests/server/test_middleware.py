@@ -1,0 +1,268 @@
+"""The key, the version header and the usage account, as plain ASGI without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlcore.engine.frontend import current_ticket
+from server import middleware
+from server.middleware import DraftAccount, KeyGuard
+
+KEY = "s3cret-Ключ"
+VERSIONS = [{"version": 4, "steps": 2, "emitted": 5}]
+
+
+async def call(app: Any, scope: dict[str, Any], body: bytes = b"") -> list[dict[str, Any]]:
+    """Every message that the app sends for one request."""
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    return sent
+
+
+def http(path: str = "/", method: str = "GET", **headers: str) -> dict[str, Any]:
+    return {
+        "type": "http", "method": method, "path": path, "raw_path": path.encode(),
+        "query_string": b"", "http_version": "1.1", "scheme": "http", "root_path": "",
+        "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()],
+    }  # fmt: skip
+
+
+def bearer(key: str) -> dict[str, Any]:
+    return http(authorization=f"Bearer {key}")
+
+
+async def anything(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    """An app that answers every path and kind of scope."""
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"secret"})
+    else:
+        await send({"type": f"{scope['type']}.accepted"})
+
+
+PATHS = st.sampled_from(
+    ["/", "/metrics", "/health", "/ping", "/version", "/docs", "/openapi.json", "/invocations",
+     "/tokenize", "/detokenize", "/load", "/pooling", "/v1", "/v1/models", "/v1/chat/completions",
+     "/v1/completions", "/v1/responses", "/v1/paceline/status", "/v1/paceline/drafts/1/activate",
+     "/v1/../metrics", "//metrics", "/inference/v1/generate", "/rerank", "/favicon.ico"]
+) | st.text(max_size=20).map(lambda text: f"/{text}")  # fmt: skip
+METHODS = st.sampled_from(["GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"])
+
+
+@given(PATHS, METHODS, st.none() | st.text(max_size=12))
+def test_no_path_and_no_method_passes_without_the_key(path, method, given_key):
+    scope = http(method=method) | {"path": path}
+    if given_key is not None:
+        scope["headers"] = [(b"authorization", b"Bearer " + given_key.encode())]
+    sent = asyncio.run(call(KeyGuard(anything, KEY), scope))
+    assert sent[0]["status"] == 401
+    assert b"secret" not in b"".join(m.get("body", b"") for m in sent)
+    error = json.loads(sent[1]["body"])["error"]
+    assert error["code"] == "invalid_api_key"
+    assert error["message"]
+
+
+@given(PATHS, METHODS)
+def test_the_key_opens_every_path(path, method):
+    scope = bearer(KEY) | {"path": path, "method": method}
+    assert asyncio.run(call(KeyGuard(anything, KEY), scope))[0]["status"] == 200
+
+
+@pytest.mark.parametrize(
+    "header",
+    [KEY, f"Basic {KEY}", "Bearer", "Bearer ", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}",
+     f"Bearer{KEY}", f"Token {KEY}"],
+)  # fmt: skip
+def test_only_the_whole_key_as_a_bearer_counts(header):
+    sent = asyncio.run(call(KeyGuard(anything, KEY), http(authorization=header)))
+    assert sent[0]["status"] == 401
+
+
+def test_a_websocket_without_the_key_is_closed_before_the_app_sees_it():
+    app = KeyGuard(anything, KEY)
+    scope = {"type": "websocket", "path": "/v1/realtime", "headers": []}
+    assert asyncio.run(call(app, scope)) == [{"type": "websocket.close", "code": 1008}]
+    opened = scope | {"headers": bearer(KEY)["headers"]}
+    assert asyncio.run(call(app, opened)) == [{"type": "websocket.accepted"}]
+
+
+def test_the_servers_own_lifespan_needs_no_key():
+    sent = asyncio.run(call(KeyGuard(anything, KEY), {"type": "lifespan"}))
+    assert sent == [{"type": "lifespan.accepted"}]
+
+
+def test_keys_are_compared_in_constant_time(monkeypatch):
+    """Digests of equal length go through hmac.compare_digest; the key itself is compared nowhere."""
+    compared = []
+
+    def spy(a: bytes, b: bytes) -> bool:
+        compared.append((a, b))
+        return hmac.compare_digest(a, b)
+
+    monkeypatch.setattr(middleware, "hmac", SimpleNamespace(compare_digest=spy))
+    app = KeyGuard(anything, KEY)
+    for key in ("", "x", KEY, "y" * 5000):
+        asyncio.run(call(app, bearer(key)))
+    assert len(compared) == 4
+    assert {len(part) for pair in compared for part in pair} == {32}
+    assert KEY.encode() not in vars(app).values()
+    assert KEY not in vars(app).values()
+
+
+# --- the account ---
+
+
+def account(kind: str, parts: list[bytes], **headers: str) -> list[dict[str, Any]]:
+    """What a client gets of an app that sends its body in these parts."""
+    asked: list[list[str]] = []
+
+    async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        ticket = current_ticket.get()
+        assert ticket is not None
+        ticket.engine_ids.append("engine-1")
+        length = str(sum(map(len, parts))).encode()
+        start = [(b"content-type", kind.encode())]
+        if not kind.startswith("text/event-stream"):
+            start.append((b"content-length", length))
+        await send({"type": "http.response.start", "status": 200, "headers": start})
+        for i, part in enumerate(parts):
+            more = i + 1 < len(parts)
+            await send({"type": "http.response.body", "body": part, "more_body": more})
+
+    async def acceptance_of(ids: list[str]) -> list[dict[str, Any]]:
+        asked.append(ids)
+        return VERSIONS
+
+    sent = asyncio.run(
+        call(DraftAccount(app, SimpleNamespace(live=4), acceptance_of), http(**headers))
+    )
+    assert all(ids == ["engine-1"] for ids in asked)
+    return sent
+
+
+def body_of(sent: list[dict[str, Any]]) -> bytes:
+    assert sent[0]["type"] == "http.response.start"
+    assert [m.get("more_body", False) for m in sent[1:]] == [True] * (len(sent) - 2) + [False]
+    return b"".join(m["body"] for m in sent[1:])
+
+
+def cut(content: bytes, places: list[int]) -> list[bytes]:
+    edges = [0, *sorted(p % (len(content) + 1) for p in places), len(content)]
+    return [content[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def event(value: Any, name: str | None = None) -> bytes:
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
+
+
+CHUNKS = [
+    {"object": "chat.completion.chunk", "choices": [{"delta": {"content": 'Grüße "usage" 🙂'}}],
+     "usage": {"total_tokens": 1}},
+    {"object": "text_completion", "choices": [{"text": "\n\n"}], "usage": {"total_tokens": 2}},
+    {"object": "chat.completion.chunk", "choices": [{"delta": {}}], "usage": None},
+]  # fmt: skip
+CHAT = {"object": "chat.completion.chunk", "choices": [], "usage": {"total_tokens": 3}}
+RESPONSE = {
+    "type": "response.completed",
+    "response": {"id": "r", "text": '\ndata: {"usage"', "usage": {"total_tokens": 3}},
+}
+JSONS = [
+    {"object": "chat.completion", "choices": [{"message": {"content": "Grüße 🙂"}}],
+     "usage": {"total_tokens": 3}},
+    {"object": "text_completion", "choices": [{"text": "x"}], "usage": {"total_tokens": 3}},
+    {"object": "response", "output": [], "usage": {"total_tokens": 3}},
+]  # fmt: skip
+places = st.lists(st.integers(0, 5000), max_size=12)
+ASKED = {"x_paceline_usage": "true"}
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(JSONS), places)
+def test_a_json_body_gains_the_account_wherever_it_is_cut(value, at):
+    content = json.dumps(value, ensure_ascii=False).encode()
+    sent = account("application/json", cut(content, at), **ASKED)
+    body = body_of(sent)
+    expected = value | {"usage": value["usage"] | {"paceline": {"versions": VERSIONS}}}
+    assert json.loads(body) == expected
+    assert dict(sent[0]["headers"])[b"content-length"] == str(len(body)).encode()
+    assert dict(sent[0]["headers"])[b"x-paceline-draft-version"] == b"4"
+
+
+@settings(max_examples=100)
+@given(places, st.booleans())
+def test_only_the_last_usage_of_an_event_stream_gains_it_wherever_it_is_cut(at, responses):
+    if responses:
+        created = {"type": "response.created", "response": {"id": "r", "usage": None}}
+        head = event(created, "response.created")
+        last, name = RESPONSE, "response.completed"
+        usage = {"total_tokens": 3, "paceline": {"versions": VERSIONS}}
+        expected = RESPONSE | {"response": RESPONSE["response"] | {"usage": usage}}
+        tail = b""
+    else:
+        head = b"".join(event(chunk) for chunk in CHUNKS)
+        last, name = CHAT, None
+        expected = CHAT | {"usage": {"total_tokens": 3, "paceline": {"versions": VERSIONS}}}
+        tail = b"data: [DONE]\n\n"
+    content = head + event(last, name) + tail
+    body = body_of(account("text/event-stream; charset=utf-8", cut(content, at), **ASKED))
+    assert body.startswith(head)
+    assert body.endswith(tail)
+    written = body[len(head) : len(body) - len(tail)]
+    prefix = f"event: {name}\ndata: " if name else "data: "
+    assert written.startswith(prefix.encode())
+    assert written.endswith(b"\n\n")
+    assert json.loads(written[len(prefix) :]) == expected
+
+
+@settings(max_examples=60)
+@given(st.binary(max_size=80), places, st.sampled_from(["application/json", "text/event-stream"]))
+def test_a_body_without_usage_comes_through_byte_for_byte(content, at, kind):
+    assert body_of(account(kind, cut(content, at), **ASKED)) == content
+
+
+@settings(max_examples=40)
+@given(places, st.sampled_from(["application/json", "text/event-stream"]))
+def test_who_does_not_ask_gets_the_bytes_and_their_cuts_as_they_were(at, kind):
+    content = event(CHAT) if kind == "text/event-stream" else json.dumps(JSONS[0]).encode()
+    parts = cut(content, at)
+    sent = account(kind, parts)
+    assert [m["body"] for m in sent[1:]] == parts
+    assert dict(sent[0]["headers"])[b"x-paceline-draft-version"] == b"4"
+
+
+def test_another_kind_of_body_is_not_held_back():
+    sent = account("text/plain", [b'{"usage": {}}', b"more"], **ASKED)
+    assert [m["body"] for m in sent[1:]] == [b'{"usage": {}}', b"more"]
+
+
+def test_complete_events_are_not_held_back_for_the_next_ones():
+    sent = account("text/event-stream", [event(CHUNKS[0]), event(CHAT)], **ASKED)
+    assert sent[1]["body"] == event(CHUNKS[0])
+
+
+def test_our_routes_are_all_behind_the_guard():
+    """Wrapped as the server wraps it, the framework's own answers are guarded too."""
+    from server.routes import router
+
+    app = FastAPI()
+    app.include_router(router)
+    guarded = KeyGuard(app, KEY)
+    for path in ("/v1/paceline/status", "/v1/paceline/drafts", "/openapi.json", "/nowhere"):
+        assert asyncio.run(call(guarded, http(path)))[0]["status"] == 401
