@@ -167,7 +167,7 @@ def collate(spans: Sequence[Span], *, with_aux: bool) -> SpanBatch:
         last[b, :n] = span.last
         lse[b, :n] = span.lse
         loss_mask[b, span.first_anchor : n] = True
-        if aux is not None:
+        if aux is not None and span.aux is not None:
             aux[b, :n] = span.aux
         row = torch.arange(span.first_anchor, span.first_anchor + span.anchors)
         anchors.append(torch.stack([torch.full_like(row, b), row]))

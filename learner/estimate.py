@@ -19,8 +19,8 @@ class SpanLengths:
     ``length_sum / anchors`` is the expected length from a position picked at random (every anchor
     counts: the lowest variance, for comparing drafters). ``emitted / steps`` is that of the steps
     the engine would really take, which skip the positions that an accepted draft covered: the
-    estimate of the live acceptance length. ``accepted[k] / reached[k]`` is the conditional acceptance of
-    draft k over all anchors.
+    estimate of the live acceptance length. ``accepted[k] / reached[k]`` is the conditional
+    acceptance of draft k over all anchors.
     """
 
     length_sum: int

@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-from learner.drafters.base import Drafter
 from learner.drafters.registry import DRAFTERS
 from learner.target import Target
 from rlcore.errors import PacelineError

@@ -17,9 +17,9 @@ def target_logprobs(last: Tensor, lm_head_rows: Tensor, lse: Tensor) -> Tensor:
     """log p of the target over the draft vocabulary D, [..., V_draft].
 
     log p(v) = last . W_v - lse, with ``last`` [..., H] the target's final hidden state, W_v the
-    rows of its lm_head for v in D, and ``lse`` [...] the logsumexp over the whole vocabulary, stored
-    by the engine. So exp() of it sums to P(D) <= 1, and no product with the whole lm_head is needed.
-    Where ``lse`` is NaN, p is taken to lie inside D (P(D) = 1).
+    rows of its lm_head for v in D, and ``lse`` [...] the logsumexp over the whole vocabulary,
+    stored by the engine. So exp() of it sums to P(D) <= 1, and no product with the whole lm_head is
+    needed. Where ``lse`` is NaN, p is taken to lie inside D (P(D) = 1).
     """
     logits = (last @ lm_head_rows.T).float()
     inside = torch.logsumexp(logits, dim=-1)
@@ -48,7 +48,8 @@ def soft_cross_entropy(logits: Tensor, p: Tensor, weight: Tensor) -> Tensor:
     """sum_i weight_i * -sum_{v in D} p_i(v) log q_i(v), a scalar; q = softmax(logits).
 
     Up to the entropy of p this is P(D) times the forward KL from p renormalised over D: a row
-    counts by how much of the target's mass the draft vocabulary can reach. logits, p [M, V]; weight [M].
+    counts by how much of the target's mass the draft vocabulary can reach. logits, p [M, V]; weight
+    [M].
     """
     result: Tensor = _SoftCrossEntropy.apply(logits, p, p.sum(-1), weight)
     return result
@@ -62,8 +63,8 @@ def acceptance(drafter: Drafter, batch: SpanBatch, steps: int) -> tuple[Tensor, 
     does not depend on d (rejection sampling keeps the output distribution), so E[1{x = d}] = p(d):
     the match is an unbiased estimate of acceptance for a sampled target, and acceptance itself for
     a greedy one. It is read along the committed tokens, which are the drafter's own up to its first
-    mismatch; behind that the path has ended, and only products of matches mean anything. A token outside the
-    draft vocabulary is never proposed and counts as a rejection.
+    mismatch; behind that the path has ended, and only products of matches mean anything. A token
+    outside the draft vocabulary is never proposed and counts as a rejection.
     """
     hidden = drafter.unroll(batch, steps)
     matches = torch.stack(
@@ -78,11 +79,6 @@ def expected_length(matches: Tensor) -> Tensor:
     return 1 + matches.long().cumprod(dim=1).sum(dim=1)
 
 
-def fast_dtype() -> torch.dtype:
-    """bfloat16 where this CPU multiplies it in hardware, else float32."""
-    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
-
-
 @dataclass(frozen=True)
 class DistillObjective:
     """Soft cross-entropy over an unroll of ``steps`` draft steps, for the Trainer.
@@ -92,22 +88,15 @@ class DistillObjective:
     CE_j(t) compares draft step j of anchor t with the target at row t+1+j. m_j(t) is 1 where that
     row exists; with ``path="accepted"`` it is also 0 behind the anchor's first mismatch, where the
     engine would have stopped. ``lm_head_rows`` [V_draft, H] are the target's rows for the
-    drafter's vocabulary. ``compute_dtype`` is what matrix products run in (autocast): bfloat16 is
-    1.75 times as fast on a CPU that has it, and learns the same.
+    drafter's vocabulary.
     """
 
     lm_head_rows: Tensor
     steps: int = 3
     decay: float = 0.9
     path: Literal["all", "accepted"] = "all"
-    compute_dtype: torch.dtype = torch.float32
 
     def __call__(self, module: Drafter, batch: SpanBatch, /) -> LossOutput:
-        reduced = self.compute_dtype != torch.float32
-        with torch.autocast(batch.last.device.type, self.compute_dtype, enabled=reduced):
-            return self._loss(module, batch)
-
-    def _loss(self, module: Drafter, batch: SpanBatch) -> LossOutput:
         steps = self.steps if module.reads_own_states else 1
         anchors = len(batch.anchor_row)
         if anchors == 0:

@@ -16,9 +16,7 @@ from rlcore.checkpoint import load_checkpoint, save_checkpoint
 from rlcore.optim import MuonAdamW
 from rlcore.precision import mixed_precision
 from rlcore.settings import LearnSettings
-from rlcore.trainer import LossOutput, Objective, Schedule, Trainer, UpdateMetrics
-
-WARMUP_UPDATES = 20
+from rlcore.trainer import LossOutput, Objective, Trainer, UpdateMetrics
 
 MICRO_BATCH_ROWS = 768
 """Padded rows that go through the drafter at once; bounds memory, not the update's size."""
@@ -39,7 +37,6 @@ class TrainingSession:
             MuonAdamW(
                 drafter.named_parameters(), muon_lr=settings.lr_matrix, adamw_lr=settings.lr_other
             ),
-            Schedule(warmup=WARMUP_UPDATES),
             seed=settings.seed,
         )
 

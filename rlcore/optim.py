@@ -30,7 +30,8 @@ class MuonAdamW:
         newton_schulz_steps: int = 5,
     ) -> None:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
-        hidden, rest = [], []
+        hidden: list[nn.Parameter] = []
+        rest: list[nn.Parameter] = []
         for name, parameter in self.parameters.items():
             matrix = parameter.ndim == 2 and not any(part in name for part in NOT_HIDDEN)
             (hidden if matrix else rest).append(parameter)
@@ -61,7 +62,7 @@ class MuonAdamW:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The state as ``<parameter>.<key>``; views, so copy what must outlive the next step."""
-        names = {parameter: name for name, parameter in self.parameters.items()}
+        names: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
         return {
             f"{names[parameter]}.{key}": tensor
             for optimizer, _ in self._parts
@@ -78,7 +79,7 @@ class MuonAdamW:
         unknown = states.keys() - self.parameters.keys()
         if unknown:
             raise KeyError(f"optimizer state of unknown parameters: {sorted(unknown)}")
-        names = {parameter: name for name, parameter in self.parameters.items()}
+        names: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
         for optimizer, _ in self._parts:
             optimizer.state.clear()
             for group in optimizer.param_groups:

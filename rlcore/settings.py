@@ -34,7 +34,7 @@ class LearningOptions(BaseModel, extra="forbid"):
     """How the learner learns. ``serve`` passes these on to the learner that it starts."""
 
     seed: int = Field(0, description="Seed of every random choice of the learner")
-    lr_matrix: float = Field(0.02, gt=0, description="Muon's learning rate, for hidden matrices")
+    lr_matrix: float = Field(0.03, gt=0, description="Muon's learning rate, for hidden matrices")
     lr_other: float = Field(0.002, gt=0, description="AdamW's learning rate, for everything else")
     unroll: int | None = Field(
         None,
@@ -42,7 +42,7 @@ class LearningOptions(BaseModel, extra="forbid"):
         le=16,
         description="Draft steps unrolled in training; default: all that are served",
     )
-    batch_tokens: int = Field(384, ge=32, description="Output positions in one update")
+    batch_tokens: int = Field(256, ge=32, description="Output positions in one update")
     replay_gib: float = Field(
         1.0, gt=0, description="Budget of the replay, in memory and on disk, GiB"
     )

@@ -157,14 +157,5 @@ def _say_if_failed(task: asyncio.Task[None]) -> None:
         log.error("a background task of the server failed", error=repr(task.exception()))
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket, so that a port in use is known before the engine starts; raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind((host, port))
-    return sock
-
-
 def draft_folder(drafts: Drafts) -> Path:
     return drafts.store.folder(drafts.live)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,7 @@ def _serve(settings: ServeSettings, home: Home) -> int:
     prepare_environment(settings)
     target = local_model(settings.target, home)
     target_id = model_identity(target)
+    sock = _listen(settings.host, settings.port)
     drafts = _drafts(settings, home, target, target_id)
     link_endpoint = f"ipc://{home.run}/engine"
     learner_base = _learner_base(settings, home)
@@ -58,16 +60,9 @@ def _serve(settings: ServeSettings, home: Home) -> int:
         capture_span_tokens=settings.capture_span_tokens,
         capture_queue=settings.capture_queue,
     )
-    from server.app import draft_folder, listen, serve
+    from server.app import draft_folder, serve
     from server.learner_process import LearnerProcess
 
-    try:
-        sock = listen(settings.host, settings.port)
-    except OSError as error:
-        raise StartError(
-            f"cannot listen on {settings.host}:{settings.port} ({error.strerror}); "
-            "choose another with --port"
-        ) from None
     name = settings.served_model_name or target.name
     args = engine_arguments(settings, target, name, draft_folder(drafts), options)
     learner = None
@@ -81,6 +76,20 @@ def _serve(settings: ServeSettings, home: Home) -> int:
     except EndpointError as error:
         raise StartError(str(error)) from None
     return 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket, so that a port in use is known before anything is loaded."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        raise StartError(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port"
+        ) from None
+    return sock
 
 
 def _drafts(settings: ServeSettings, home: Home, target: Path, target_id: str) -> Drafts:

@@ -44,8 +44,8 @@ class EngineLink:
         """Tell every worker how a request ended. Never waits; a full queue costs that one trace."""
         payload = encode(end)
         for worker in self._workers:
-            # ROUTER drops what a gone worker cannot take; the future only carries that away.
-            asyncio.ensure_future(self._socket.send_multipart([worker, payload]))
+            # Sent at once or queued; a ROUTER drops what a gone worker cannot take.
+            self._socket.send_multipart([worker, payload])
 
     async def wait_for_worker(self, deadline: float) -> None:
         """Until the first report is here; raises TimeoutError after ``deadline`` seconds."""

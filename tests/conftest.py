@@ -63,9 +63,7 @@ class Served:
 
     @property
     def openai(self) -> OpenAI:
-        return OpenAI(
-            base_url=self.server.openai_url, api_key="none", timeout=120.0, max_retries=0
-        )
+        return OpenAI(base_url=self.server.openai_url, api_key="none", timeout=120.0, max_retries=0)
 
     @property
     def store(self) -> WeightStore:

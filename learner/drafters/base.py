@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from learner.batch import SpanBatch
 from learner.target import Target
 
-
 Exported = tuple[dict[str, Tensor], dict[str, Any]]
 """Tensors, and the content of config.json."""
 

@@ -6,7 +6,7 @@ Its embedding and head stay frozen: when it is cut out of the target they are th
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor

@@ -46,11 +46,11 @@ def apply_fixes() -> None:
 
 def verify_fixes() -> None:
     """Compare the function the sampler will call with values known by hand; raises EngineUnsafe."""
-    counts = torch.tensor([2, 2, 5], dtype=torch.int32)
+    counts = torch.tensor([2, 2, 3, 5], dtype=torch.int32)
     for dtype in (torch.float32, torch.int32, torch.int64):
-        x = torch.tensor([3, 0, 7], dtype=dtype)
+        x = torch.tensor([3, 4, 0, 7], dtype=dtype)
         got = rejection_sampler.expand_batch_to_tokens(x, counts, 5, replace_from=0, replace_to=1)
-        if got.dtype != dtype or got.tolist() != [3, 3, 7, 7, 7]:
+        if got.dtype != dtype or got.tolist() != [3, 3, 1, 7, 7]:
             raise EngineUnsafe(
                 "vLLM's expand_batch_to_tokens returns wrong values "
                 f"({got.tolist()} for dtype {dtype}), so sampled speculation would change the output "

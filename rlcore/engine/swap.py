@@ -24,6 +24,11 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import (
+    LOADING_LAYERS,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
 
 from rlcore.engine.fixes import EngineUnsafe
 from rlcore.engine.readback import read_back
@@ -119,10 +124,22 @@ class DraftSlot:
     def apply_good(self) -> None:
         """Load the last good weights by the plain path, past whatever a test has broken."""
         with self._detached(), set_current_vllm_config(self._config), torch.no_grad():
+            self._abandon_reload()
             DraftSlot.begin(self)
             DraftSlot.load(self, self._good)
             DraftSlot.finish(self)
             read_back(self._drafter, self._good, self._config)
+
+    def _abandon_reload(self) -> None:
+        """Take every layer out of an unfinished reload, the weights it has buffered with it: a new
+        one would skip the layer and count those weights as its own."""
+        for layer in self._drafter.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                if info.kernel_tensors is not None:
+                    _place_kernel_tensors(layer, info)
+                info.reset()
+        LOADING_LAYERS.clear()
 
     def _report(
         self, version: int, started: float, reason: str | None, error: str | None

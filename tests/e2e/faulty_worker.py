@@ -47,7 +47,7 @@ class FaultySlot(DraftSlot):
         tensors = dict(tensors)
         if self.stage == "half-way":
             # Stop in the middle of the file, with half of a fused layer given.
-            cut = next(i for i, name in enumerate(tensors) if "k_proj" in name)
+            cut = next(i for i, name in enumerate(tensors) if "k_proj" in name) + 1
             super().load(dict(list(tensors.items())[:cut]))
             raise InjectedFault("half-way")
         if self.stage == "silently wrong":

@@ -110,7 +110,7 @@ class Engine:
         engine = self.llm.llm_engine
         order = []
         for ids, params in zip(prompts, sampling, strict=True):
-            order.append(f"r{self._requests}")
+            order.append(f"r{self._requests:06d}")
             self._requests += 1
             engine.add_request(
                 order[-1],

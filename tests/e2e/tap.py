@@ -66,7 +66,7 @@ class LearnerTap:
     """
 
     def __init__(self) -> None:
-        self.base = f"tcp://127.0.0.1:{_two_free_ports()}"
+        self.base = f"tcp://127.0.0.1:{two_free_ports()}"
         self.problems: list[str] = []
         self.hellos: list[Hello] = []
         self.verdicts: dict[int, Verdict] = {}
@@ -98,7 +98,9 @@ class LearnerTap:
         self._control.close()
         self._context.term()
 
-    def of_response(self, response_id: str, tokens: int, deadline_s: float = 20.0) -> list[Captured]:
+    def of_response(
+        self, response_id: str, tokens: int, deadline_s: float = 20.0
+    ) -> list[Captured]:
         """All spans of one API response, once they hold ``tokens`` emitted tokens, in order.
 
         What is there at the deadline is returned as it is: the test compares.
@@ -193,9 +195,7 @@ class LearnerTap:
                 send(self._control, [server, encode(answer), *(files or {}).values()])
 
 
-def version_files(
-    folder: Path, **changes: Any
-) -> tuple[DraftManifest, dict[str, bytes]]:
+def version_files(folder: Path, **changes: Any) -> tuple[DraftManifest, dict[str, bytes]]:
     """A stored version's files, its manifest with the given fields changed."""
     files = {name: (folder / name).read_bytes() for name in FILES}
     manifest = msgspec.json.decode(files[MANIFEST], type=DraftManifest)
@@ -203,7 +203,7 @@ def version_files(
     return manifest, {**files, MANIFEST: msgspec.json.encode(manifest)}
 
 
-def _two_free_ports() -> int:
+def two_free_ports() -> int:
     """A loopback port that was free a moment ago, and the one after it too."""
     for _ in range(100):
         with socket.socket() as first, socket.socket() as second:

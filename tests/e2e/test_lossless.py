@@ -118,7 +118,7 @@ def test_greedy_output_is_the_same_with_speculation_and_across_swaps(
         tiny.eagle(target, 2, 2048).save(other)
     swaps = {3: (other, 1), 6: (good, 2), 8: (other, 3), 11: (good, 4)}
     requests = (prompts, [GREEDY] * len(prompts))
-    on, counts, swapped, counts_after, digest = offline.run(
+    on, counts, swapped, counts_after, _digest = offline.run(
         offline.job(model_folder, good, method, 3 if method == "draft_model" else 1),
         [
             offline.generate(*requests),
@@ -169,7 +169,7 @@ def test_sampled_output_follows_the_targets_distribution_with_speculation_and_ac
     target = Target.open(tmp_path / "target")
     folders = [tmp_path / "a", tmp_path / "b"]
     for seed, folder in enumerate(folders, start=1):
-        tiny.draft_model(target, layers=6, amount=0.3, seed=seed).save(folder)
+        tiny.draft_model(target, layers=8, amount=0.3, seed=seed).save(folder)
     sampled = 2 * STREAMS
     prompts = [[1 + i % 3, 2 + i % 7, 3] for i in range(sampled + 4)]
     kinds = [i % 2 for i in range(sampled)] + [2] * 4
@@ -177,7 +177,7 @@ def test_sampled_output_follows_the_targets_distribution_with_speculation_and_ac
         SAMPLING[kind] | {"max_tokens": LENGTH, "seed": 1000 + i} for i, kind in enumerate(kinds)
     ]
     swaps = {step: (folders[(step // 60) % 2], step) for step in range(60, 241, 60)}
-    generated, counts, drafts = offline.run(
+    generated, counts, _drafts = offline.run(
         offline.job(
             tmp_path / "target", folders[0], "draft_model", 3, max_model_len=1024, max_num_seqs=128
         ),

@@ -18,6 +18,7 @@ LIGHT = {
     "function": {
         "name": "set_light",
         "description": "Switch the light",
+        "strict": True,
         "parameters": {
             "type": "object",
             "properties": {"on": {"type": "boolean"}, "room": {"enum": ["kitchen", "hall"]}},

@@ -3,7 +3,6 @@ and nothing that reaches the drafter reaches the target (invariant 5)."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 

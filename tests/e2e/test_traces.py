@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -105,7 +106,7 @@ def test_a_sampled_streamed_chat_equals_its_traces(served: Served) -> None:
             extra_body={"return_token_ids": True},
         )
     )  # fmt: skip
-    ids = [t for c in chunks for choice in c.choices for t in choice.model_extra["token_ids"] or []]
+    ids = [t for c in chunks for choice in c.choices for t in choice.model_extra.get("token_ids") or []]
     spans = served.tap.of_response(chunks[0].id, len(ids))
     assert joined(spans) == ids
     assert ids
@@ -201,9 +202,10 @@ def test_a_client_that_goes_away_leaves_traces_of_what_it_could_have_had(served:
     }  # fmt: skip
     got: list[int] = []
     url = f"{served.server.openai_url}/completions"
-    with httpx.Client(timeout=60, trust_env=False) as client, client.stream(
-        "POST", url, json=body
-    ) as answer:
+    with (
+        httpx.Client(timeout=60, trust_env=False) as client,
+        client.stream("POST", url, json=body) as answer,
+    ):
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 event = json.loads(line.removeprefix("data: "))
@@ -224,7 +226,7 @@ def test_long_answers_are_cut_into_spans_that_follow_each_other(served: Served) 
     answer = complete(served, max_tokens=3 * most, extra_body={"ignore_eos": True})
     spans = check_equal(served, answer)
     assert len(spans) >= 3
-    for before, after in zip(spans, spans[1:], strict=False):
+    for before, after in itertools.pairwise(spans):
         rows = before.span.rows
         assert most <= rows <= most + 4
         assert after.trace.token_ids[0] == before.trace.token_ids[rows]
@@ -262,7 +264,9 @@ def test_no_position_is_captured_twice_when_requests_are_preempted(served: Serve
 def preemptions(served: Served) -> float:
     lines = served.server.get("/metrics").text.splitlines()
     return sum(
-        float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vllm:num_preemptions_total")
+        float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if line.startswith("vllm:num_preemptions_total")
     )
 
 

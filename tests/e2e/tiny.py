@@ -14,9 +14,9 @@ from learner.target import Target
 
 
 def make_target(folder: Path, vocab: int = 512, sharpness: float = 2.0) -> LlamaForCausalLM:
-    """Writes a float32 Llama of six layers, tied; larger ``sharpness``, surer predictions."""
+    """Writes a float32 Llama of eight layers, tied; larger ``sharpness``, surer predictions."""
     config = LlamaConfig(
-        vocab_size=vocab, hidden_size=64, intermediate_size=128, num_hidden_layers=6,
+        vocab_size=vocab, hidden_size=64, intermediate_size=128, num_hidden_layers=8,
         num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=1024,
         tie_word_embeddings=True, eos_token_id=0, bos_token_id=1,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},

@@ -134,7 +134,11 @@ def test_what_does_not_fit_is_refused_before_the_engine_sees_it(tmp_path, change
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(b"", "malformed"), (b"\xff" * 40, "truncated"), (b"\x05" + b"\0" * 7 + b"hello", "malformed")],
+    [
+        (b"", "malformed"),
+        (b"\xff" * 40, "truncated"),
+        (b"\x05" + b"\0" * 7 + b"hello", "malformed"),
+    ],
 )
 def test_a_file_that_is_no_weights_file_is_refused_before_the_engine_sees_it(
     tmp_path, content, reason
@@ -235,7 +239,9 @@ def test_nothing_was_ever_live_or_it_is_gone(tmp_path):
 @settings(max_examples=30)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["activate", "rollback", "restart"]), st.integers(0, 5), st.booleans()),
+        st.tuples(
+            st.sampled_from(["activate", "rollback", "restart"]), st.integers(0, 5), st.booleans()
+        ),
         max_size=12,
     )
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -164,7 +165,7 @@ def body_of(sent: list[dict[str, Any]]) -> bytes:
 
 def cut(content: bytes, places: list[int]) -> list[bytes]:
     edges = [0, *sorted(p % (len(content) + 1) for p in places), len(content)]
-    return [content[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [content[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def event(value: Any, name: str | None = None) -> bytes:

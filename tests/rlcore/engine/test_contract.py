@@ -150,8 +150,9 @@ def test_a_record_has_the_fields_that_are_read_or_written(path):
 ATTRIBUTES = {
     # Set in the constructor, so only the source tells.
     "vllm.v1.worker.worker_base:WorkerBase": [
-        "vllm_config", "scheduler_config", "is_driver_worker", "use_v2_model_runner",
+        "vllm_config", "scheduler_config", "is_driver_worker",
     ],
+    "vllm.v1.worker.gpu_worker:Worker": ["use_v2_model_runner", "model_runner"],
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": [
         "requests", "input_batch", "execute_model_state", "_draft_probs", "_draft_prob_req_ids",
     ],
@@ -266,8 +267,15 @@ def test_the_app_can_be_wrapped_from_outside():
         "vllm.config:set_current_vllm_config",
         "vllm.usage.usage_lib:UsageContext.OPENAI_API_SERVER",
         "vllm.model_executor.layers.vocab_parallel_embedding:ParallelLMHead",
-        "vllm.envs:VLLM_USE_V2_MODEL_RUNNER",
     ],
 )
 def test_a_name_exists(path):
     assert found(path) is not None
+
+
+def test_the_environment_variables_that_are_set_are_read():
+    known = found("vllm.envs:environment_variables")
+    assert {
+        "VLLM_USE_V2_MODEL_RUNNER", "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL",
+        "VLLM_CPU_KVCACHE_SPACE",
+    } <= set(known)  # fmt: skip
