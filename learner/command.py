@@ -23,7 +23,6 @@ class LearnError(PacelineError):
 def main(argv: list[str]) -> int:
     settings = load(LearnSettings, argv, "paceline learn")
     setup_logging("learner", settings.log_json, settings.log_level)
-    os.nice(settings.nice)
     if settings.with_parent:
         _end_with_parent()
     home = Home(settings.home)
@@ -57,5 +56,7 @@ def _learn(settings: LearnSettings, home: Home) -> int:
         raise LearnError(str(error)) from None
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: learner.stop())
+    # Only now: at low priority the imports above could take minutes beside a busy server.
+    os.nice(settings.nice)
     learner.run()
     return 0

@@ -55,12 +55,15 @@ async def serve(
 ) -> None:
     """Bring everything up, serve, and take it down again in the opposite order."""
     engine_link = EngineLink(link_endpoint)
-    llm = await asyncio.to_thread(start_engine, args)
+    background = [engine_link.run()]
     learner_link = None
     if learner_endpoint is not None:
         learner_link = LearnerLink(
             learner_endpoint, drafts, target_version, settings.speculative_tokens
         )
+        background.append(learner_link.run())
+    if learner is not None:
+        background.append(learner.run())  # it starts while the engine does
     state = ServerState(
         drafts=drafts,
         engine_link=engine_link,
@@ -70,14 +73,10 @@ async def serve(
         speculative_tokens=settings.speculative_tokens,
         started=time.time(),
     )
-    connect(llm, drafts, engine_link)
-    background = [engine_link.run()]
-    if learner_link is not None:
-        background.append(learner_link.run())
-    if learner is not None:
-        background.append(learner.run())
     async with _running(background):
+        llm = await asyncio.to_thread(start_engine, args)
         try:
+            connect(llm, drafts, engine_link)
             await engine_link.wait_for_worker(WORKER_DEADLINE)
             app = await build(settings, args, llm, state)
             REGISTRY.register(PacelineCollector(state))

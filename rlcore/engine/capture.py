@@ -133,8 +133,9 @@ class Capture:
             token_offset += count
             logit_offset += len(drafts) + 1 if speculative else 1
         logsumexp = draft_logits = None
-        wanted = self._emit is not None and any(self._wants(runner, row) for row in rows)
-        if wanted:
+        # Every row is asked: the question is also what begins a request's capture.
+        wanted = [self._wants(runner, row) for row in rows] if self._emit is not None else []
+        if any(wanted):
             logits = state.logits
             logsumexp = torch.logsumexp(logits.float(), dim=-1)
             if speculative:

@@ -148,11 +148,13 @@ class Courier(threading.Thread):
             self._abandon(request_id, "opted_out")
             return
         self._held_spans -= len(self._held.pop(request_id).spans)
-        for span in held.spans:
+        trimmed = [trim(span, span.trace.prompt_length + end.output_tokens) for span in held.spans]
+        spans = [span for span in trimmed if span is not None]
+        for index, span in enumerate(spans):
             span.trace.tenant = end.tenant
-            trimmed = trim(span, span.trace.prompt_length + end.output_tokens)
-            if trimmed is not None:
-                self._push(trimmed)
+            # Known only now: the engine's last span may be empty, or be cut away.
+            span.trace.final = index == len(spans) - 1
+            self._push(span)
 
     def _expire(self) -> None:
         now = time.monotonic()

@@ -106,7 +106,9 @@ def test_a_sampled_streamed_chat_equals_its_traces(served: Served) -> None:
             extra_body={"return_token_ids": True},
         )
     )  # fmt: skip
-    ids = [t for c in chunks for choice in c.choices for t in choice.model_extra.get("token_ids") or []]
+    ids = [
+        t for c in chunks for choice in c.choices for t in choice.model_extra.get("token_ids") or []
+    ]
     spans = served.tap.of_response(chunks[0].id, len(ids))
     assert joined(spans) == ids
     assert ids

@@ -40,6 +40,8 @@ def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
     if counts[probabilities == 0].any():
         return 0.0
     seen = probabilities > 0
+    if seen.sum() == 1:
+        return 1.0
     expected = probabilities[seen] / probabilities[seen].sum() * counts.sum()
     statistic = ((counts[seen] - expected) ** 2 / expected).sum()
     return float(chi2.sf(statistic, seen.sum() - 1))

@@ -167,8 +167,7 @@ def test_greedy_requests_emit_the_targets_best_token_and_stop_at_the_first_wrong
         assert (emitted == best[: len(emitted)]).all()
 
 
-@pytest.mark.parametrize("repeat", range(5))
-def test_a_sampler_biased_by_two_hundredths_is_rejected(repeat, monkeypatch):
+def test_a_sampler_biased_by_two_hundredths_is_rejected(monkeypatch):
     """It accepts the one-hot draft with probability p + 0.02: a total variation of exactly 0.02."""
     shipped = rejection_sampler._rejection_random_sample
     draft = int(ONE_HOT[0])
@@ -180,9 +179,14 @@ def test_a_sampler_biased_by_two_hundredths_is_rejected(repeat, monkeypatch):
 
     biased.register_warmup = shipped.register_warmup
     monkeypatch.setattr(rejection_sampler, "_rejection_random_sample", biased)
-    torch.manual_seed(repeat)
-    tokens = sample(False, batches=-(-NEEDED // (BATCH // len(KINDS))))
-    assert p_values(tokens, enough=False)[0, 0] < ALPHA
+    repeats = 20
+    rejected = 0
+    for repeat in range(repeats):
+        torch.manual_seed(repeat)
+        tokens = sample(False, batches=-(-NEEDED // (BATCH // len(KINDS))))
+        rejected += p_values(tokens, enough=False)[0, 0] < ALPHA
+    print(f"the biased sampler was rejected {rejected} times of {repeats}")
+    assert rejected >= 18  # fewer has a probability of 0.001 when the power is 0.99
 
 
 def test_the_needed_samples_have_the_stated_power_against_the_hardest_bias():
