@@ -46,6 +46,9 @@ log = get_logger("learner")
 START_TOKENS = 1500
 """Output tokens in the replay before the first update: a batch should not be one conversation."""
 
+HELDOUT_MARGIN = 1.3
+"""Held-out tokens gathered early, over those the gate needs: the last of each span are not judged."""
+
 REPORT_INTERVAL = 1.0
 FETCH_INTERVAL = 5.0
 """Seconds between two requests for the live version's files."""
@@ -66,7 +69,7 @@ class Learner:
         self._inbox = Inbox(base)
         budget = int(settings.replay_gib * 2**30)
         self._journal = Journal(folder / "replay", budget)
-        split = HeldoutSplit(settings.heldout_share, settings.gate_tokens)
+        split = HeldoutSplit(settings.heldout_share, int(HELDOUT_MARGIN * settings.gate_tokens))
         self._replay = Replay(budget, split, settings.gate_tokens, settings.seed)
         self._session: TrainingSession | None = None
         self._live: tuple[int, Drafter] | None = None
@@ -293,13 +296,15 @@ class Learner:
         if self._session.trainer.updates == self._updates_judged:
             return
         spans = self._replay.heldout()
-        if sum(span.anchors for span in spans) < self._settings.gate_tokens:
+        steps = self._settings.speculative_tokens
+        # An anchor with fewer than K known tokens behind it cannot be judged.
+        judged = sum(max(0, span.anchors - steps + 1) for span in spans)
+        if judged < self._settings.gate_tokens:
             return
         self._report.phase = "judging"
         self._tell()
         self._updates_judged = self._session.trainer.updates
         version, live = self._live
-        steps = self._settings.speculative_tokens
         self._session.follow_traffic()
         candidate = self._session.drafter.eval()
         mine = score_spans(candidate, spans, steps)

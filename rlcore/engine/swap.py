@@ -84,9 +84,9 @@ class DraftSlot:
     def check(self, path: Path, sha256: str) -> dict[str, torch.Tensor]:
         """The file's tensors, fit to be loaded; raises WeightError."""
         names, tensors = read_checked(path, sha256)
-        shared = {name for name, _, _ in self._shared_modules()}
+        shared = tuple(f"{name.removeprefix('model.')}." for name, _, _ in self._shared_modules())
         for name in names:
-            if any(name.startswith(f"{s.removeprefix('model.')}.") for s in shared):
+            if name.removeprefix("model.").startswith(shared):
                 raise WeightError("aliased", f"{name} would overwrite the target's own weights")
         check_signature(names, self._signature)
         return tensors

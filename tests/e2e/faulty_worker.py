@@ -68,6 +68,10 @@ class FaultySlot(DraftSlot):
 class FaultyWorker(PacelineWorker):
     slot_class = FaultySlot
 
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        self._seen: list[list[int]] = []
+        super().load_model(load_dummy_weights=load_dummy_weights)
+
     def test_fail_at(self, stage: str) -> None:
         assert stage in STAGES
         assert isinstance(self._slot, FaultySlot)
@@ -96,8 +100,6 @@ class FaultyWorker(PacelineWorker):
     def test_shared_modules(self) -> list[str]:
         assert self._slot is not None
         return [name for name, _, _ in self._slot._shared_modules()]
-
-    _seen: list[list[int]] = []
 
     def execute_model(self, scheduler_output: Any) -> Any:
         self._seen += [

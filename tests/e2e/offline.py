@@ -62,6 +62,9 @@ def run(given: dict[str, Any], actions: list[tuple[str, dict[str, Any]]]) -> lis
             "VLLM_USE_V2_MODEL_RUNNER": "0",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            # Threads that wait for each other crawl where more processes run than there are cores.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "ERROR",
             "TOKENIZERS_PARALLELISM": "false",

@@ -32,7 +32,7 @@ PROMPTS = (
     "An apple a day keeps",
     "Explain gravity to a child.\n",
     "The Great Wall of China was built",
-    "{\"name\": \"Alice\", \"age\":",
+    '{"name": "Alice", "age":',
     "How do I change a bicycle tyre?\n",
     "The moon orbits the Earth every",
     "Summary: The meeting covered",

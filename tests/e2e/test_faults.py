@@ -52,7 +52,7 @@ PREFIX = "paceline: "
 # --- a start that cannot succeed ---
 
 
-def start_fails(*flags: str, deadline_s: float = 60.0) -> str:
+def start_fails(*flags: str, deadline_s: float = 120.0) -> str:
     """The one line of a ``paceline serve`` that ends by itself, before any engine."""
     done = subprocess.run(
         [str(console_script()), "serve", *flags],
@@ -446,8 +446,7 @@ def test_a_killed_learner_costs_no_request_and_resumes(
     with ServerProcess(tmp_path / "home", flags, env=ONE_THREAD, start_deadline_s=240) as server:
         load = Load(server)
         try:
-            first = until(server, lambda s: s["learner"].get("updates", 0) > 0, 120, load)
-            checkpoint = next((tmp_path / "home" / "learner").glob("*/checkpoint"), None)
+            first = until(server, lambda s: s["learner"].get("updates", 0) > 0, 240, load)
             wait_for(lambda: checkpointed_tokens(tmp_path / "home") > 0, 60)
             saved = checkpointed_tokens(tmp_path / "home")
             pid = first["learner"]["pid"]
@@ -462,7 +461,6 @@ def test_a_killed_learner_costs_no_request_and_resumes(
             )
         finally:
             load.stop()
-        assert checkpoint is not None
         assert after["learner"]["received"] >= first["learner"]["received"] > 0
         assert load.failures == []
         assert load.done > done_before

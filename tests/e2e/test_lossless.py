@@ -22,8 +22,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from learner.drafters.draft_model import DraftModel
 from learner.target import Target
-from rlcore.home import Home, default_home
-from rlcore.models import embedded_model
 from tests.e2e import offline, tiny
 from tests.e2e.prompts import PROMPTS
 from tests.rlcore.engine.goodness import ALPHA, TOTAL_VARIATION, detectable, sequential_p_value
@@ -39,26 +37,21 @@ GREEDY = {"temperature": 0.0, "max_tokens": TOKENS}
 
 
 @pytest.fixture(scope="module")
-def model_folder() -> Path:
-    return embedded_model(Home(default_home()))
-
-
-@pytest.fixture(scope="module")
-def prompts(model_folder) -> list[list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+def prompts(embedded_model: Path) -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model)
     return [tokenizer(text)["input_ids"] for text in PROMPTS]
 
 
 @pytest.fixture(scope="module")
-def reference(model_folder):
-    return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+def reference(embedded_model):
+    return AutoModelForCausalLM.from_pretrained(embedded_model, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
-def plain(model_folder, prompts) -> list[list[int]]:
+def plain(embedded_model, prompts) -> list[list[int]]:
     """The outputs without speculation."""
     (result,) = offline.run(
-        offline.job(model_folder, None, "", 0),
+        offline.job(embedded_model, None, "", 0),
         [offline.generate(prompts, [GREEDY] * len(prompts))],
     )
     return result["tokens"]
@@ -104,9 +97,9 @@ def acceptance(results) -> dict[str, float]:
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
 def test_greedy_output_is_the_same_with_speculation_and_across_swaps(
-    method, model_folder, prompts, reference, plain, tmp_path
+    method, embedded_model, prompts, reference, plain, tmp_path
 ):
-    target = Target.open(model_folder)
+    target = Target.open(embedded_model)
     good, other = tmp_path / "good", tmp_path / "other"
     if method == "draft_model":
         # The whole target is nearly always right; disturbed, it is right now and then.
@@ -119,7 +112,7 @@ def test_greedy_output_is_the_same_with_speculation_and_across_swaps(
     swaps = {3: (other, 1), 6: (good, 2), 8: (other, 3), 11: (good, 4)}
     requests = (prompts, [GREEDY] * len(prompts))
     on, counts, swapped, counts_after, _digest = offline.run(
-        offline.job(model_folder, good, method, 3 if method == "draft_model" else 1),
+        offline.job(embedded_model, good, method, 3 if method == "draft_model" else 1),
         [
             offline.generate(*requests),
             offline.rpc("test_acceptance"),
@@ -164,7 +157,9 @@ def processed(logits: torch.Tensor, temperature: float, top_p: float) -> np.ndar
     return (p / p.sum(-1, keepdim=True)).numpy()
 
 
-def test_sampled_output_follows_the_targets_distribution_with_speculation_and_across_swaps(tmp_path):
+def test_sampled_output_follows_the_targets_distribution_with_speculation_and_across_swaps(
+    tmp_path,
+):
     model = tiny.make_target(tmp_path / "target", VOCAB, sharpness=1.5)
     target = Target.open(tmp_path / "target")
     folders = [tmp_path / "a", tmp_path / "b"]

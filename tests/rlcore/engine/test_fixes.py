@@ -21,7 +21,9 @@ DTYPES = (
 @pytest.fixture
 def shipped(kernels):
     """The function as vLLM ships it, from a fresh copy of its module."""
-    spec = importlib.util.spec_from_file_location(rejection_sampler.__name__, rejection_sampler.__file__)
+    spec = importlib.util.spec_from_file_location(
+        rejection_sampler.__name__, rejection_sampler.__file__
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -33,7 +35,9 @@ def shipped(kernels):
 @pytest.fixture
 def poisoned(monkeypatch):
     """Uninitialised memory that is never right by luck."""
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *size, **kw: self.new_full(size, 77))
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda self, *size, **kw: self.new_full(size, 77)
+    )
 
 
 @settings(deadline=None)
@@ -43,7 +47,9 @@ def poisoned(monkeypatch):
     count_dtype=st.sampled_from([torch.int32, torch.int64]),
     replace=st.one_of(st.just((0, 0)), st.tuples(st.integers(0, 9), st.integers(0, 9))),
 )
-def test_each_value_stands_once_for_every_token_of_its_request(requests, dtype, count_dtype, replace):
+def test_each_value_stands_once_for_every_token_of_its_request(
+    requests, dtype, count_dtype, replace
+):
     counts = [count for count, _ in requests]
     values = [value for _, value in requests]
     got = expand_batch_to_tokens(

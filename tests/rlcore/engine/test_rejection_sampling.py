@@ -139,7 +139,9 @@ def p_values(tokens: np.ndarray, enough: bool = True) -> dict[tuple[int, int], f
             if kind.temperature > 0 and enough:
                 assert len(emitted) >= NEEDED, (kind, position, len(emitted))
             probabilities = kind.probabilities(position)
-            assert kind.temperature == 0 or (probabilities > 0).sum() >= 3, "nothing is sampled here"
+            assert kind.temperature == 0 or (probabilities > 0).sum() >= 3, (
+                "nothing is sampled here"
+            )
             result[index, position] = p_value(counts, probabilities)
     return result
 
@@ -196,7 +198,9 @@ def test_the_needed_samples_have_the_stated_power_against_the_hardest_bias():
     up = np.zeros(VOCAB, bool)
     for i in np.argsort(-p):  # split the mass as evenly as possible
         up[i] = p[up].sum() + p[i] <= 0.5
-    q = np.where(up, p * (1 + TOTAL_VARIATION / p[up].sum()), p * (1 - TOTAL_VARIATION / p[~up].sum()))
+    q = np.where(
+        up, p * (1 + TOTAL_VARIATION / p[up].sum()), p * (1 - TOTAL_VARIATION / p[~up].sum())
+    )
     assert abs(q - p).sum() / 2 == pytest.approx(TOTAL_VARIATION)
     rejected = np.mean([p_value(rng.multinomial(NEEDED, q), p) < ALPHA for _ in range(1000)])
     falsely = np.mean([p_value(rng.multinomial(NEEDED, p), p) < ALPHA for _ in range(1000)])
