@@ -32,6 +32,13 @@ SPAN_TOKENS = {"eagle3": 2048, "draft_model": 64}
 KV_BLOCKS = 12
 """Of 128 tokens: the second server has to preempt when several requests grow."""
 
+QUICK_LEARNING = [
+    "--learning.checkpoint-interval-s", "2", "--learning.publish-interval-s", "600",
+    "--learning.gate-tokens", "100", "--learning.heldout-share", "0.02",
+    "--learning.batch-tokens", "256",
+]  # fmt: skip
+"""An update as soon as there is enough to learn from, and a checkpoint soon after."""
+
 ONE_THREAD = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
@@ -53,7 +60,7 @@ class Served:
     """A running server with the test as its learner."""
 
     server: ServerProcess
-    tap: LearnerTap
+    tap: LearnerTap | None
     target: Path
     method: str
 
@@ -87,7 +94,8 @@ def served(
     """A float32 server of the embedded model. There is never more than one at a time.
 
     ``eagle3`` has a random head that drafts in every step, so most drafts are rejected;
-    ``draft_model`` drafts with the target's own first layers, cuts spans, and has little KV cache.
+    ``draft_model`` drafts with the target's own first layers, cuts spans, and has little KV cache;
+    ``learning`` has the learner of its own in place of the test's, and an untrained head.
     """
     import torch
 
@@ -96,6 +104,11 @@ def served(
 
     method = request.param
     folder = tmp_path_factory.mktemp(method)
+    if method == "learning":
+        flags = ["--target", str(embedded_model), "--max-model-len", "512", *QUICK_LEARNING]
+        with ServerProcess(folder / "home", flags, env=ONE_THREAD, start_deadline_s=240) as server:
+            yield Served(server, None, embedded_model, "eagle3")
+        return
     target = Target.open(embedded_model)
     if method == "eagle3":
         drafter = DRAFTERS[method].build(target, vocab_size=4096)

@@ -82,6 +82,7 @@ class Capture:
         self._emit = emit
         self._drop = drop
         self._builders: dict[str, SpanBuilder] = {}
+        self._given_up: set[str] = set()
         self._proposed_by: dict[str, int] = {}
         self.acceptance: dict[int, AcceptanceCount] = {}
         self._by_request: OrderedDict[str, dict[int, AcceptanceCount]] = OrderedDict()
@@ -90,6 +91,7 @@ class Capture:
         """These requests ended in the step before: give out what they still hold."""
         for request_id in request_ids:
             self._proposed_by.pop(request_id, None)
+            self._given_up.discard(request_id)
             builder = self._builders.pop(request_id, None)
             if builder is not None and self._emit is not None:
                 self._emit(request_id, builder.flush(final=True), True)
@@ -178,6 +180,8 @@ class Capture:
         """Whether this request is captured; the choice is made once, by a hash of its id."""
         if row.request_id in self._builders:
             return True
+        if row.request_id in self._given_up:
+            return False
         request = runner.requests[row.request_id]
         params = request.sampling_params
         if params is None or request.prompt_token_ids is None:
@@ -232,6 +236,7 @@ class Capture:
                 )
             except RecordError as error:
                 del self._builders[row.request_id]
+                self._given_up.add(row.request_id)
                 self._drop(error.reason)
                 continue
             if span is not None and self._emit is not None:

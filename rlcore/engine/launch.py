@@ -37,7 +37,6 @@ def prepare_environment(settings: ServeSettings) -> None:
     os.environ.setdefault(
         "VLLM_LOGGING_LEVEL", "DEBUG" if settings.log_level == "DEBUG" else "ERROR"
     )
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(settings.kv_cache_gib or DEFAULT_KV_GIB))
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if openmp.exists() and "libiomp5" not in os.environ.get("LD_PRELOAD", ""):
         os.environ["LD_PRELOAD"] = ":".join(
@@ -76,6 +75,8 @@ def engine_arguments(
     args.enforce_eager = args.enforce_eager or (
         current_platform.is_cpu() and settings.enforce_eager
     )
+    if args.kv_cache_memory_bytes is None and current_platform.is_cpu():
+        args.kv_cache_memory_bytes = int((settings.kv_cache_gib or DEFAULT_KV_GIB) * 2**30)
     args.worker_cls = WORKER_CLASS
     args.async_scheduling = False
     args.additional_config = {**(args.additional_config or {}), **options.to_config()}

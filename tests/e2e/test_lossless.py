@@ -28,6 +28,8 @@ from tests.rlcore.engine.goodness import ALPHA, TOTAL_VARIATION, detectable, seq
 
 pytestmark = pytest.mark.slow
 
+torch.set_num_threads(1)
+
 TOKENS = 48
 NEAR = 1e-3
 GREEDY = {"temperature": 0.0, "max_tokens": TOKENS}
@@ -64,31 +66,33 @@ def logits_after(model, prompt: list[int], output: list[int]) -> torch.Tensor:
     return model(ids).logits[0, len(prompt) - 1 :].float()
 
 
-def check_near_best(model, prompts, outputs) -> None:
+def check_near_best(model, prompt: list[int], output: list[int]) -> None:
     """Every emitted token is within NEAR of the best one."""
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert len(output) == TOKENS
-        logits = logits_after(model, prompt, output)
-        chosen = logits.gather(1, torch.tensor(output)[:, None]).squeeze(1)
-        assert float((logits.amax(-1) - chosen).max()) <= NEAR
+    assert len(output) == TOKENS
+    logits = logits_after(model, prompt, output)
+    chosen = logits.gather(1, torch.tensor(output)[:, None]).squeeze(1)
+    assert float((logits.amax(-1) - chosen).max()) <= NEAR
 
 
 def check_same(model, prompts, outputs, plain) -> None:
     """Equal to the outputs without speculation, but for a near tie in one prompt of 50."""
     different = 0
     for prompt, output, want in zip(prompts, outputs, plain, strict=True):
-        if output == want:
+        if output == want:  # and that one is checked by itself
             continue
         different += 1
+        check_near_best(model, prompt, output)
         at = next(i for i, (a, b) in enumerate(zip(output, want, strict=True)) if a != b)
         best = logits_after(model, prompt, want)[at].topk(2).values
         assert float(best[0] - best[1]) <= NEAR, f"{prompt} differs at token {at}"
+    print(f"{different} of {len(prompts)} prompts differ, at near ties")
     assert different <= len(prompts) // 50
 
 
 def test_without_speculation_the_engine_is_the_reference(plain, prompts, reference):
     assert len(prompts) >= 50
-    check_near_best(reference, prompts, plain)
+    for prompt, output in zip(prompts, plain, strict=True):
+        check_near_best(reference, prompt, output)
 
 
 def acceptance(results) -> dict[str, float]:
@@ -131,7 +135,6 @@ def test_greedy_output_is_the_same_with_speculation_and_across_swaps(
         assert acceptance(counts)["0"] > 0.9
         assert 0.05 < acceptance(counts_after)["1"] < 0.9
     for outputs in (on["tokens"], swapped["tokens"]):
-        check_near_best(reference, prompts, outputs)
         check_same(reference, prompts, outputs, plain)
 
 

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
 from learner.drafters.base import Drafter
 from learner.drafters.registry import DRAFTERS
@@ -14,6 +15,8 @@ from learner.target import Target
 from rlcore.records import AcceptanceCount
 from tests.conftest import SPECULATIVE_TOKENS, Served
 from tests.e2e.tap import Captured
+
+torch.set_num_threads(1)
 
 pytestmark = pytest.mark.slow
 

@@ -16,6 +16,8 @@ from rlcore.records import VerifyStep, check_trace
 from tests.conftest import SPAN_TOKENS, Served
 from tests.e2e.tap import Captured
 
+torch.set_num_threads(1)
+
 pytestmark = pytest.mark.slow
 on_eagle3 = pytest.mark.on_server("eagle3")
 on_draft_model = pytest.mark.on_server("draft_model")

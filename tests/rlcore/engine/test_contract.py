@@ -277,5 +277,4 @@ def test_the_environment_variables_that_are_set_are_read():
     known = found("vllm.envs:environment_variables")
     assert {
         "VLLM_USE_V2_MODEL_RUNNER", "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL",
-        "VLLM_CPU_KVCACHE_SPACE",
     } <= set(known)  # fmt: skip
