@@ -1,0 +1,112 @@
+"""Judges the weights in training against the live version, and writes down those that win."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from safetensors import safe_open
+
+from learner.batch import Span
+from learner.drafters.base import Drafter
+from learner.gate import Judgement, judge
+from learner.judging import LiveScores, conditional_rates, gate_scores, score_spans
+from learner.session import TrainingSession
+from rlcore.log import get_logger
+from rlcore.records import DraftManifest
+from rlcore.settings import LearnSettings
+from rlcore.weights import WEIGHTS, WeightError, WeightStore
+
+log = get_logger("learner")
+
+KEPT_VERSIONS = 4
+"""Published versions kept on the learner's side; the server keeps its own."""
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class Publisher:
+    """Owns the learner's weight store."""
+
+    def __init__(self, settings: LearnSettings, store: WeightStore) -> None:
+        self._method = settings.method
+        self._steps = settings.speculative_tokens
+        self._gate_tokens = settings.gate_tokens
+        self.store = store
+        self._live_scores = LiveScores()
+        self._updates_judged = -1
+        self.last_version = 0
+        """The highest version number that any side has used."""
+
+    def due(self, session: TrainingSession, spans: Sequence[Span]) -> bool:
+        """Whether there is something new to judge, and enough to judge it on."""
+        # An anchor with fewer than K known tokens behind it cannot be judged.
+        tokens = sum(max(0, span.anchors - self._steps + 1) for span in spans)
+        return tokens >= self._gate_tokens and session.trainer.updates != self._updates_judged
+
+    def consider(
+        self,
+        session: TrainingSession,
+        live_version: int,
+        live: Drafter,
+        spans: Sequence[Span],
+    ) -> tuple[Judgement, DraftManifest | None]:
+        """The verdict on the session's present weights, and the version made of them if they won."""
+        self._updates_judged = session.trainer.updates
+        session.follow_traffic()
+        mine = score_spans(session.drafter.eval(), spans, self._steps)
+        theirs = self._live_scores.of(live_version, live, spans, self._steps)
+        verdict = judge(gate_scores(mine), gate_scores(theirs), self._gate_tokens)
+        log.info(
+            "candidate judged",
+            length=round(verdict.candidate_length, 3),
+            live=round(verdict.live_length, 3),
+            gain_at_least=round(verdict.gain_lower, 4),
+            heldout_tokens=verdict.tokens,
+            result=verdict.reason,
+        )
+        if not verdict.promote:
+            return verdict, None
+        return verdict, self._publish(session, live_version, verdict, conditional_rates(mine))
+
+    def _publish(
+        self,
+        session: TrainingSession,
+        parent: int,
+        verdict: Judgement,
+        rates: tuple[float, ...],
+    ) -> DraftManifest | None:
+        parents = self.store.manifest(parent)
+        manifest = DraftManifest(
+            version=max([self.last_version, *self.store.versions()]) + 1,
+            parent=parent,
+            method=self._method,
+            sha256="",
+            target_id=parents.target_id,
+            target_version=parents.target_version,
+            origin="learned",
+            tokens_seen=session.tokens_seen,
+            updates=session.trainer.updates,
+            heldout_tokens=verdict.tokens,
+            heldout_length=verdict.candidate_length,
+            heldout_rates=rates,
+            parent_length=verdict.live_length,
+            gain_lower=verdict.gain_lower,
+        )
+        tensors, config = session.drafter.export(self._dtype_of(parent))
+        try:
+            manifest = self.store.publish(tensors, config, manifest)
+        except WeightError as error:
+            log.error("a version could not be written", reason=str(error))
+            return None
+        self.last_version = manifest.version
+        for old in self.store.versions()[:-KEPT_VERSIONS]:
+            if old != parent:
+                self.store.remove(old)
+        return manifest
+
+    def _dtype_of(self, version: int) -> torch.dtype:
+        """Weights are published in the dtype of the version they follow."""
+        with safe_open(self.store.folder(version) / WEIGHTS, "pt") as file:
+            stored = [file.get_slice(name).get_dtype() for name in file.keys()]  # noqa: SIM118
+        return next(DTYPES[name] for name in stored if name in DTYPES)
