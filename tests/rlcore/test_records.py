@@ -338,3 +338,8 @@ def test_steps_that_disagree_with_the_tokens_are_refused(steps):
 def test_steps_within_the_prompt_of_a_cached_span_are_refused():
     trace = a_trace(prompt_length=8)
     refused(frames_of(trace), "steps")
+
+
+def test_a_step_that_accepts_more_than_was_drafted_is_refused_though_its_tokens_agree():
+    trace = a_trace(token_ids=[10, 11, 12, 14, 15], steps=[VerifyStep(7, 1, [12], 2, 14)])
+    refused(frames_of(trace), "steps")
