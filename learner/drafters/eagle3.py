@@ -93,7 +93,15 @@ class Eagle3(Drafter):
     def build(
         cls, target: Target, vocab_size: int = 4096, counts: Tensor | None = None, seed: int = 0
     ) -> Self:
-        """An untrained head. ``counts`` [V] of traffic, if known, choose its vocabulary."""
+        """An untrained head. ``counts`` [V] of traffic, if known, choose its vocabulary.
+
+        Raises ValueError for a target so shallow that two of the three depths read are the same.
+        """
+        if len(set(target.aux_layers)) < len(target.aux_layers):
+            raise ValueError(
+                f"a target of {target.layers} layers is too shallow for EAGLE-3; "
+                "use --draft-method draft_model"
+            )
         prior = prior_counts(target)
         vocab = choose_vocab(prior if counts is None else prior + counts, vocab_size)
         config = {k: target.config[k] for k in _LAYER_KEYS if target.config.get(k) is not None}

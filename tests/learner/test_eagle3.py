@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -229,3 +230,10 @@ def test_the_vocabulary_holds_special_tokens_and_the_most_counted(world):
     assert choose_vocab(prior_counts(target) + counts, 5).tolist() == [0, 7, 50, 90, 91]
     assert target.hidden_size == HIDDEN
     assert target.aux_layers == (2, 3, 3)
+
+
+def test_a_target_too_shallow_for_three_depths_is_refused(world):
+    _, target = world
+    shallow = replace(target, config={**target.config, "num_hidden_layers": 6})
+    with pytest.raises(ValueError, match="too shallow"):
+        Eagle3.build(shallow)

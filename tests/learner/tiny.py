@@ -16,9 +16,9 @@ HIDDEN = 32
 
 
 def make_target(folder: Path, *, tied: bool = True) -> LlamaForCausalLM:
-    """Writes a float32 Llama of six layers to ``folder`` and returns it."""
+    """Writes a float32 Llama of eight layers to ``folder`` and returns it."""
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=6,
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=8,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
         tie_word_embeddings=tied, eos_token_id=90, bos_token_id=1,
         rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
@@ -42,7 +42,7 @@ def make_span(
     tokens = torch.randint(VOCAB, (first_position + length + 1,), generator=generator)
     output = model.model(tokens[None], output_hidden_states=True)
     states = output.hidden_states
-    aux = torch.cat([states[2], states[3], states[3]], dim=-1)[0]
+    aux = torch.cat([states[2], states[4], states[5]], dim=-1)[0]
     last = output.last_hidden_state[0]
     lse = torch.logsumexp(model.lm_head(last), dim=-1)
     lse[: prompt_length - 1] = torch.nan

@@ -45,6 +45,10 @@ CALLS = {
     "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing": [
         "model", "model_config",
     ],
+    "vllm.model_executor.model_loader.reload.layerwise:_place_kernel_tensors": ["layer", "info"],
+    "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info": ["layer"],
+    "vllm.model_executor.model_loader.reload.types:LayerReloadingInfo.can_load": ["self"],
+    "vllm.model_executor.model_loader.reload.types:LayerReloadingInfo.reset": ["self"],
     "vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM.load_weights": [
         "self", "weights",
     ],
@@ -265,6 +269,7 @@ def test_the_app_can_be_wrapped_from_outside():
     [
         "vllm.platforms:current_platform.is_cpu",
         "vllm.config:set_current_vllm_config",
+        "vllm.model_executor.model_loader.reload.layerwise:LOADING_LAYERS",
         "vllm.usage.usage_lib:UsageContext.OPENAI_API_SERVER",
         "vllm.model_executor.layers.vocab_parallel_embedding:ParallelLMHead",
     ],
