@@ -21,7 +21,7 @@ def world(request, tmp_path_factory):
 
 def test_all_layers_of_the_target_make_the_target(world):
     model, target = world
-    drafter = DraftModel.build(target, layers=6, vocab_size=VOCAB)
+    drafter = DraftModel.build(target, layers=8, vocab_size=VOCAB)
     span = make_span(model, 10, 3, first_position=0)
     batch = collate([span], with_aux=False)
     for j, hidden in enumerate(drafter.unroll(batch, 3)):
@@ -72,7 +72,7 @@ def test_embedding_and_head_are_frozen_and_exported_as_a_whole_folder(world, tmp
 
 def test_drafting_the_targets_own_greedy_text_is_always_accepted(world):
     model, target = world
-    drafter = DraftModel.build(target, layers=6, vocab_size=VOCAB)
+    drafter = DraftModel.build(target, layers=8, vocab_size=VOCAB)
     tokens = torch.tensor([[3, 1, 4]])
     for _ in range(12):
         tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], dim=1)

@@ -229,7 +229,7 @@ def test_the_vocabulary_holds_special_tokens_and_the_most_counted(world):
     counts[[7, 50]] = 3
     assert choose_vocab(prior_counts(target) + counts, 5).tolist() == [0, 7, 50, 90, 91]
     assert target.hidden_size == HIDDEN
-    assert target.aux_layers == (2, 3, 3)
+    assert target.aux_layers == (2, 4, 5)
 
 
 def test_a_target_too_shallow_for_three_depths_is_refused(world):
