@@ -40,21 +40,21 @@ def plot(
     window: int,
     subtitle: str,
 ) -> None:
-    """Write the picture; a gap in the curve is a time in which nothing was drafted."""
+    """Write the picture; a gap in the curves is a time without traffic."""
     minutes = [p.time / 60 for p in points]
     figure, (top, low) = plt.subplots(
         2, 1, sharex=True, figsize=(10, 6.2), height_ratios=[2.2, 1], layout="constrained"
     )
     top.plot(
         minutes,
-        _values(p.acceptance_length for p in points),
+        _values(p.acceptance_length if p.tokens_per_second else None for p in points),
         color=BLUE,
         lw=2.2,
         label="acceptance length",
     )
     top.plot(
         minutes,
-        _values(p.tokens_per_step for p in points),
+        _values(p.tokens_per_step if p.tokens_per_second else None for p in points),
         color=BLUE,
         lw=1.2,
         ls=(0, (4, 2)),
