@@ -53,7 +53,6 @@ class Publisher:
     ) -> tuple[Judgement, DraftManifest | None]:
         """The verdict on the session's present weights, and the version made of them if they won."""
         self._updates_judged = session.trainer.updates
-        session.follow_traffic()
         mine = score_spans(session.drafter.eval(), spans, self._steps)
         theirs = self._live_scores.of(live_version, live, spans, self._steps)
         verdict = judge(gate_scores(mine), gate_scores(theirs), self._gate_tokens)
@@ -65,9 +64,12 @@ class Publisher:
             heldout_tokens=verdict.tokens,
             result=verdict.reason,
         )
-        if not verdict.promote:
-            return verdict, None
-        return verdict, self._publish(session, live_version, verdict, conditional_rates(mine))
+        manifest = None
+        if verdict.promote:
+            manifest = self._publish(session, live_version, verdict, conditional_rates(mine))
+        # Behind the judgement, so that tokens that come in are trained before the next one.
+        session.follow_traffic()
+        return verdict, manifest
 
     def _publish(
         self,

@@ -18,6 +18,11 @@ PROMPT_WEIGHT = 0.2
 """A prompt's token counts this much of a generated one: prompts hint at what will be said."""
 
 
+STAY_FACTOR = 1.5
+"""A token outside must be seen this many times as often as the one it replaces: a token that comes in
+starts untrained, so coming and going costs acceptance."""
+
+
 class TrafficCounts:
     """How often each target token was seen in traffic that may be trained on."""
 
@@ -39,7 +44,9 @@ def follow_traffic(
     Rows of tokens that stay are kept, with their optimizer state; a token that comes in starts with
     the target's own row.
     """
-    vocab = choose_vocab(prior_counts(target) + counts, len(drafter.vocab))
+    wanted = prior_counts(target) + counts
+    wanted[drafter.vocab] *= STAY_FACTOR
+    vocab = choose_vocab(wanted, len(drafter.vocab))
     fresh = ~torch.isin(vocab, drafter.vocab)
     if not isinstance(drafter, Eagle3) or not fresh.any():
         return 0
