@@ -23,18 +23,18 @@ class LearnError(PacelineError):
 def main(argv: list[str]) -> int:
     settings = load(LearnSettings, argv, "paceline learn")
     setup_logging("learner", settings.log_json, settings.log_level)
-    if settings.with_parent:
-        _end_with_parent()
+    if settings.parent_pid is not None:
+        _end_with(settings.parent_pid)
     home = Home(settings.home)
     with home.lock("learn"):
         return _learn(settings, home)
 
 
-def _end_with_parent() -> None:
+def _end_with(parent_pid: int) -> None:
     """Have the kernel send SIGTERM when the process that started this one is gone (Linux prctl)."""
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG
     ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGTERM)
-    if os.getppid() == 1:
+    if os.getppid() != parent_pid:
         raise LearnError("the server that started this learner is gone")
 
 

@@ -16,7 +16,14 @@ from rlcore.records import (
     decode_trace,
     encode,
 )
-from rlcore.transport import Frame, learner_endpoints, open_socket, receive, send
+from rlcore.transport import (
+    MAX_WEIGHT_FRAME_BYTES,
+    Frame,
+    learner_endpoints,
+    open_socket,
+    receive,
+    send,
+)
 from rlcore.weights import WeightError, WeightStore
 
 TraceCheck = Callable[[VerifyTrace], None]
@@ -29,8 +36,10 @@ class Inbox:
     def __init__(self, base: str) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         traces, control = learner_endpoints(base)
-        self._traces = open_socket(context, zmq.PULL, traces, bind=True, high_water=1024)
-        self._control = open_socket(context, zmq.ROUTER, control, bind=True)
+        self._traces = open_socket(context, zmq.PULL, traces, bind=True, high_water=128)
+        self._control = open_socket(
+            context, zmq.ROUTER, control, bind=True, max_frame_bytes=MAX_WEIGHT_FRAME_BYTES
+        )
         self._servers: dict[bytes, None] = {}
         self.rejected: dict[str, int] = {}
 
@@ -70,9 +79,12 @@ class Inbox:
             except RecordError as error:
                 self.reject(error.reason)
                 continue
-            self._servers[server] = None
             taken.append((server, message, list(frames[2:])))
         return taken
+
+    def accept(self, server: bytes) -> None:
+        """From now on ``tell_all`` reaches this server too."""
+        self._servers[server] = None
 
     def reject(self, reason: str) -> None:
         self.rejected[reason] = self.rejected.get(reason, 0) + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,6 +24,10 @@ log = get_logger("learner")
 
 HELDOUT_MARGIN = 1.3
 """Held-out tokens gathered early, over those the gate needs: the last of each span are not judged."""
+
+
+PROMPT_HASH = re.compile("[0-9a-f]{32}")
+"""What the capture writes; the held-out split reads it as a number."""
 
 
 class Intake:
@@ -62,18 +67,22 @@ class Intake:
             if not self.replay.holds_out(span):
                 self.training_tokens += span.anchors
                 seen(span)
-        if taken:
-            self._journal.flush()
         return bool(taken)
 
-    def reload(self, inbox: Inbox) -> None:
-        """Fill the replay from the journal."""
+    def reload(self, inbox: Inbox, seen: Callable[[Span], None], *, count: bool) -> None:
+        """Fill the replay from the journal. ``count``: as new, for want of a checkpoint's counters."""
         for trace, frames in self._journal.read():
             try:
                 self._check(trace)
-                self.replay.add(self._span(trace, frames))
+                span = self._span(trace, frames)
             except RecordError as error:
                 inbox.reject(error.reason)
+                continue
+            if self.replay.add(span) and count:
+                self.received += 1
+                if not self.replay.holds_out(span):
+                    self.training_tokens += span.anchors
+                    seen(span)
 
     def close(self) -> None:
         self._journal.close()
@@ -89,7 +98,9 @@ class Intake:
             )
 
     def _check(self, trace: VerifyTrace) -> None:
-        """Raises RecordError for a trace of another target version."""
+        """Raises RecordError for a trace of another target version, or without a prompt's hash."""
+        if PROMPT_HASH.fullmatch(trace.prompt_hash) is None:
+            raise RecordError("malformed", f"prompt hash {trace.prompt_hash!r}")
         if trace.target_version != self.target_version:
             raise RecordError(
                 "target_version", f"{trace.target_version}, not {self.target_version}"
@@ -106,4 +117,6 @@ class Intake:
         for tensor in (span.aux, span.last):
             if tensor is not None and not torch.isfinite(tensor.float().abs().sum()):
                 raise RecordError("not_finite", "hidden states hold NaN or infinity")
+        if torch.isinf(span.lse).any():
+            raise RecordError("not_finite", "logsumexp holds infinity")
         return span

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from rlcore.records import RecordError, VerifyTrace, decode_trace
+from rlcore.transport import MAX_FRAME_BYTES
 
 SEGMENT_BYTES = 64 * 1024 * 1024
 
@@ -40,14 +41,18 @@ class Journal:
             self._roll()
         assert self._file is not None
         lengths = [len(frame) for frame in frames]
-        self._file.write(struct.pack(f"<I{len(lengths)}Q", len(lengths), *lengths))
-        for frame in frames:
-            self._file.write(frame)
-        self._written += sum(lengths)
-
-    def flush(self) -> None:
-        if self._file is not None:
+        try:
+            self._file.write(struct.pack(f"<I{len(lengths)}Q", len(lengths), *lengths))
+            for frame in frames:
+                self._file.write(frame)
             self._file.flush()
+        except OSError:
+            # Nothing may follow a torn record: the next append begins a new segment.
+            torn, self._file = self._file, None
+            with contextlib.suppress(OSError):
+                torn.close()
+            raise
+        self._written += sum(lengths)
 
     def close(self) -> None:
         if self._file is not None:
@@ -88,6 +93,8 @@ def _read_record(file: BinaryIO) -> list[bytes] | None:
         return None
     frames = []
     for length in struct.unpack(f"<{count}Q", table):
+        if length > MAX_FRAME_BYTES:
+            return None
         frame = file.read(length)
         if len(frame) < length:
             return None

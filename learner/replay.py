@@ -14,6 +14,9 @@ SpanKey = tuple[str, int]
 HELDOUT_FACTOR = 3
 """Held-out tokens kept, as a multiple of those the gate needs."""
 
+HELDOUT_BYTES = 0.5
+"""Bytes that the held-out spans may take beside the training spans, as a share of their budget."""
+
 
 def span_key(span: Span) -> SpanKey:
     return (span.request_id, span.first_position)
@@ -34,6 +37,7 @@ class Replay:
         self._heldout: OrderedDict[SpanKey, Span] = OrderedDict()
         self._visits: dict[SpanKey, int] = {}
         self._bytes = 0
+        self._heldout_bytes = 0
         self.random = random.Random(seed)
         self.heldout_tokens = 0
         self.training_tokens = 0
@@ -46,11 +50,11 @@ class Replay:
         if self._split.is_heldout(span.prompt_hash, self.heldout_tokens):
             self._heldout[key] = span
             self.heldout_tokens += span.anchors
-            while (
-                self.heldout_tokens > HELDOUT_FACTOR * self._gate_tokens and len(self._heldout) > 1
-            ):
+            self._heldout_bytes += span.nbytes
+            while self._heldout_is_full() and len(self._heldout) > 1:
                 _, old = self._heldout.popitem(last=False)
                 self.heldout_tokens -= old.anchors
+                self._heldout_bytes -= old.nbytes
             return True
         self._training[key] = span
         self._bytes += span.nbytes
@@ -61,6 +65,10 @@ class Replay:
             self._bytes -= old.nbytes
             self.training_tokens -= old.anchors
         return True
+
+    def _heldout_is_full(self) -> bool:
+        too_many = self.heldout_tokens > HELDOUT_FACTOR * self._gate_tokens
+        return too_many or self._heldout_bytes > HELDOUT_BYTES * self._max_bytes
 
     def draw(self, max_tokens: int) -> list[Span]:
         """Spans for one update, about ``max_tokens`` output positions, each counted as visited."""
@@ -89,7 +97,6 @@ class Replay:
         """The index, not the spans: those are in the journal."""
         return {
             "visits": [[*key, visits] for key, visits in self._visits.items()],
-            "heldout": [list(key) for key in self._heldout],
             "split": self._split.state(),
             "random": _pack_random(self.random.getstate()),
         }

@@ -54,6 +54,9 @@ class Learner:
         self._publisher = Publisher(settings, WeightStore(folder / "drafts"))
         self._session: TrainingSession | None = None
         self._live: tuple[int, Drafter] | None = None
+        self._live_identity: tuple[int, str] | None = None
+        self._asked: tuple[bytes, int, str] | None = None
+        """(server, version, digest) of the files that are on their way."""
         self._next_fetch = self._next_report = 0.0
         self._next_publish = time.monotonic() + settings.publish_interval_s
         self._next_checkpoint = time.monotonic() + settings.checkpoint_interval_s
@@ -100,17 +103,17 @@ class Learner:
     def _take_messages(self) -> None:
         for server, message, frames in self._inbox.messages():
             if isinstance(message, Hello):
-                self._greet(message)
+                self._greet(server, message)
             elif isinstance(message, FetchDraft):
                 self._inbox.give(server, message, self._publisher.store)
             elif isinstance(message, DraftFiles):
-                self._receive_live(message, frames)
+                self._receive_live(server, message, frames)
             elif isinstance(message, Verdict):
                 _log_verdict(message)
             else:
                 self._inbox.reject("unexpected")
 
-    def _greet(self, hello: Hello) -> None:
+    def _greet(self, server: bytes, hello: Hello) -> None:
         if (hello.target_id, hello.method) != (self._target_id, self._settings.method):
             self._inbox.reject("hello_target")
             log.warning(
@@ -121,16 +124,24 @@ class Learner:
             return
         self._intake.target_version = hello.target_version
         self._publisher.last_version = max(self._publisher.last_version, hello.last_version)
-        if self._live is not None and self._live[0] == hello.live_version:
+        self._inbox.accept(server)
+        wanted = (hello.live_version, hello.live_sha256)
+        if wanted == self._live_identity:
             return
-        if hello.live_version in self._publisher.store.versions():
-            self._set_live(hello.live_version)
+        if self._publisher.store.holds(*wanted):
+            self._set_live(*wanted)
         elif time.monotonic() >= self._next_fetch:
             self._next_fetch = time.monotonic() + FETCH_INTERVAL
-            self._inbox.tell_all(FetchDraft(hello.live_version))
+            self._asked = (server, *wanted)
+            self._inbox.tell(server, FetchDraft(hello.live_version))
 
-    def _receive_live(self, message: DraftFiles, frames: Sequence[Frame]) -> None:
+    def _receive_live(self, server: bytes, message: DraftFiles, frames: Sequence[Frame]) -> None:
         version = message.version
+        if self._asked is None or self._asked[:2] != (server, version):
+            self._inbox.reject("unasked")
+            return
+        sha256 = self._asked[2]
+        self._asked = None
         if message.error is not None or [len(f) for f in frames] != message.sizes:
             reason = message.error or "sizes differ"
             log.warning("the live draft could not be fetched", version=version, reason=reason)
@@ -141,15 +152,17 @@ class Learner:
         except (WeightError, ValueError) as error:
             log.warning("the live draft was refused", version=version, reason=str(error))
             return
-        self._set_live(version)
+        if self._publisher.store.holds(version, sha256):
+            self._set_live(version, sha256)
 
-    def _set_live(self, version: int) -> None:
+    def _set_live(self, version: int, sha256: str) -> None:
         try:
             live = self._load(version)
         except (ValueError, KeyError, RuntimeError, OSError) as error:
             log.error("the live draft cannot be read", version=version, reason=str(error))
             return
         self._live = (version, live.eval().requires_grad_(False))
+        self._live_identity = (version, sha256)
         log.info("live draft", version=version)
         if self._session is None:
             self._begin(version)
@@ -164,7 +177,7 @@ class Learner:
         facts = None
         try:
             facts = session.load(self._folder / "checkpoint")
-        except (CheckpointError, KeyError) as error:
+        except (CheckpointError, KeyError, RuntimeError) as error:
             log.error("the checkpoint cannot be used; the live draft is", reason=str(error))
             session = TrainingSession(self._load(version), self._target, self._settings)
         if facts is not None:
@@ -175,7 +188,7 @@ class Learner:
             self._intake.training_tokens = facts["received_tokens"]
             self._intake.replay.load_state(facts["replay"])
             self._publisher.last_version = max(self._publisher.last_version, facts["last_version"])
-        self._intake.reload(self._inbox)
+        self._intake.reload(self._inbox, session.counts.add, count=facts is None)
         self._session = session
         log.info(
             "training begins",

@@ -31,6 +31,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 Id = Annotated[str, Meta(max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=0)]
+Position = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
 class RecordError(ValueError):
@@ -70,7 +71,7 @@ class VerifyStep(msgspec.Struct, array_like=True):
     (or the bonus token when all were accepted). ``draft_ids`` is empty for a step without drafts.
     """
 
-    position: Count
+    position: Position
     draft_version: int
     draft_ids: list[TokenId]
     accepted: Count
@@ -101,8 +102,8 @@ class VerifyTrace(msgspec.Struct, tag="trace", tag_field="kind"):
     target_version: int
     span_index: Count
     final: bool
-    first_position: Count
-    prompt_length: Count
+    first_position: Position
+    prompt_length: Position
     prompt_hash: Id
     """blake2b of the whole prompt's token ids: held-out splits go by it."""
     token_ids: Annotated[list[TokenId], Meta(max_length=MAX_SPAN_TOKENS)]
@@ -236,6 +237,8 @@ class Hello(msgspec.Struct, tag="hello", tag_field="kind"):
     method: str
     speculative_tokens: int
     live_version: int
+    live_sha256: str
+    """Digest of the live weights: a version number alone could be another home's."""
     last_version: int
     """The highest version number in the server's store; new ones count on from there."""
     schema: int = SCHEMA_VERSION

@@ -160,9 +160,11 @@ class ServeSettings(CommonSettings):
 
     @field_validator("engine_args")
     @classmethod
-    def _no_second_key(cls, words: list[str]) -> list[str]:
-        if any(word.split("=")[0].replace("_", "-") == "--api-key" for word in words):
-            raise ValueError("vLLM's own --api-key is not used; give --api-key before the --")
+    def _none_of_ours(cls, words: list[str]) -> list[str]:
+        for word in words:
+            flag = word.split("=")[0].replace("_", "-")
+            if flag in OURS:
+                raise ValueError(f"vLLM's own {flag} is not used; {OURS[flag]}")
         return words
 
     @field_validator("learner")
@@ -190,7 +192,9 @@ class LearnSettings(CommonSettings, LearningOptions):
     target: str = Field("embedded", description="The model served: 'embedded', a folder, or an id")
     method: Method = Field("eagle3", description="Type of the drafter")
     speculative_tokens: int = Field(3, ge=1, le=16, description="K, the tokens drafted in a step")
-    with_parent: bool = Field(False, description="End when the process that started it is gone")
+    parent_pid: int | None = Field(
+        None, ge=1, description="Process that started it; the learner ends when that one is gone"
+    )
 
     @field_validator("bind")
     @classmethod
@@ -215,6 +219,15 @@ class _FileSource(TomlConfigSettingsSource):
             others -= set(LearningOptions.model_fields)  # they belong into [learning]: say so
         return {key: value for key, value in values.items() if key not in others}
 
+
+_BEFORE = "give it before the --"
+OURS = {
+    "--model": "give --target before the --",
+    "--speculative-config": "give --draft and --speculative-tokens before the --",
+    "--worker-cls": "Paceline's worker is needed",
+    "--async-scheduling": "Paceline needs synchronous scheduling",
+} | dict.fromkeys(("--api-key", "--host", "--port", "--dtype", "--served-model-name"), _BEFORE)
+"""vLLM flags that are set from our own settings -> what to do instead."""
 
 Settings = TypeVar("Settings", bound=CommonSettings)
 

@@ -1,4 +1,4 @@
-"""A target or given drafter as a local folder, and a name for exactly those weights."""
+"""A target or given drafter as a local folder, and a name that tells its weights from others."""
 
 from __future__ import annotations
 

@@ -17,7 +17,10 @@ from urllib.parse import urlsplit
 import zmq
 
 MAX_FRAME_BYTES = 512 * 1024 * 1024
-"""The largest frame a receiver takes: weights of a drafter, or the states of a very long span."""
+"""The largest frame a trace socket takes: the states of a very long span."""
+
+MAX_WEIGHT_FRAME_BYTES = 8 * 1024**3
+"""The largest frame a control socket takes: the weights of a drafter."""
 
 Frame = bytes | memoryview
 
@@ -61,7 +64,13 @@ def learner_endpoints(base: str) -> tuple[str, str]:
 
 
 def open_socket(
-    context: zmq.Context[Socket], kind: int, endpoint: str, *, bind: bool, high_water: int = 256
+    context: zmq.Context[Socket],
+    kind: int,
+    endpoint: str,
+    *,
+    bind: bool,
+    high_water: int = 256,
+    max_frame_bytes: int = MAX_FRAME_BYTES,
 ) -> Socket:
     """A socket that never lingers at exit. Raises EndpointError when the address cannot be bound."""
     check_endpoint(endpoint)
@@ -69,7 +78,7 @@ def open_socket(
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, high_water)
     socket.setsockopt(zmq.RCVHWM, high_water)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
     if kind == zmq.PUSH:

@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from rlcore.errors import PacelineError
 from rlcore.records import DraftManifest
 
 WEIGHTS = "model.safetensors"
@@ -34,7 +35,7 @@ FILES = (WEIGHTS, CONFIG, MANIFEST)
 MAX_WEIGHT_BYTES = 64 * 1024**3
 
 
-class WeightError(ValueError):
+class WeightError(PacelineError, ValueError):
     """Weights that must not be used. ``reason`` is a short word, used as a metric label."""
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -142,6 +143,10 @@ class WeightStore:
             raise WeightError("unknown_version", f"there is no draft version {version}") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise WeightError("malformed", f"manifest of version {version}: {error}") from None
+
+    def holds(self, version: int, sha256: str) -> bool:
+        """Whether this version is here, with exactly these weights."""
+        return version in self.versions() and self.manifest(version).sha256 == sha256
 
     def manifests(self) -> list[DraftManifest]:
         return [self.manifest(version) for version in self.versions()]

@@ -23,6 +23,7 @@ from vllm.entrypoints.launchers.launcher import serve_http
 
 from rlcore.engine.frontend import PacelineLLM, Ticket
 from rlcore.engine.launch import start_engine
+from rlcore.errors import PacelineError
 from rlcore.log import get_logger
 from rlcore.records import RequestEnd
 from rlcore.settings import ServeSettings
@@ -36,6 +37,11 @@ from server.routes import router
 from server.status import ServerState
 
 log = get_logger("server")
+
+
+class ServeError(PacelineError):
+    """The engine did not start, or ended by itself."""
+
 
 WORKER_DEADLINE = 60.0
 """Seconds between the engine being up and its worker's first report."""
@@ -74,7 +80,13 @@ async def serve(
         started=time.time(),
     )
     async with _running(background):
-        llm = await asyncio.to_thread(start_engine, args)
+        try:
+            llm = await asyncio.to_thread(start_engine, args)
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise ServeError(
+                f"the engine did not start: {reason} (its own words are above)"
+            ) from None
         try:
             connect(llm, drafts, engine_link)
             await engine_link.wait_for_worker(WORKER_DEADLINE)
@@ -89,20 +101,30 @@ async def serve(
                 log_level="warning",
                 access_log=False,
                 timeout_keep_alive=5,
+                enable_ssl_refresh=args.enable_ssl_refresh,
+                ssl_keyfile=args.ssl_keyfile,
+                ssl_certfile=args.ssl_certfile,
+                ssl_ca_certs=args.ssl_ca_certs,
+                ssl_cert_reqs=args.ssl_cert_reqs,
+                h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
+                h11_max_header_count=args.h11_max_header_count,
             )
             await finished
+            if llm.errored:
+                raise ServeError("the engine died; its own words are above")
         finally:
             llm.shutdown()
-    if learner_link is not None:
-        learner_link.close()
-    engine_link.close()
+            if learner_link is not None:
+                learner_link.close()
+            engine_link.close()
 
 
 def connect(llm: PacelineLLM, drafts: Drafts, link: EngineLink) -> None:
     """Give the drafts their engine, and the engine's request ends their link."""
 
-    async def swap(folder: str, sha256: str, version: int) -> dict[str, Any]:
-        reports = await llm.collective_rpc("paceline_swap", args=(folder, sha256, version))
+    async def swap(folder: str, sha256: str, version: int, trained: bool) -> dict[str, Any]:
+        arguments = (folder, sha256, version, trained)
+        reports = await llm.collective_rpc("paceline_swap", args=arguments)
         failed = [report for report in reports if report["error"] is not None]
         return (failed or reports)[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
@@ -63,7 +64,8 @@ def _serve(settings: ServeSettings, home: Home) -> int:
     from server.app import draft_folder, serve
     from server.learner_process import LearnerProcess
 
-    name = settings.served_model_name or target.name
+    given = settings.target
+    name = settings.served_model_name or (given if _is_hub_id(given, target) else target.name)
     args = engine_arguments(settings, target, name, draft_folder(drafts), options)
     learner = None
     if settings.learner == "local" and learner_base is not None:
@@ -76,6 +78,11 @@ def _serve(settings: ServeSettings, home: Home) -> int:
     except EndpointError as error:
         raise StartError(str(error)) from None
     return 0
+
+
+def _is_hub_id(given: str, folder: Path) -> bool:
+    """A hub model lies in a folder named after its commit; clients know it by its id."""
+    return given.count("/") == 1 and not Path(given).expanduser().is_dir() and folder.is_dir()
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -139,7 +146,7 @@ def _learner_arguments(settings: ServeSettings, home: Home, target: Path, base: 
         "--method", settings.draft_method,
         "--log-level", settings.log_level,
         "--speculative-tokens", str(settings.speculative_tokens),
-        "--with-parent",
+        "--parent-pid", str(os.getpid()),
     ]  # fmt: skip
     if settings.log_json:
         arguments.append("--log-json")

@@ -27,8 +27,8 @@ SWAP_DEADLINE = 60.0
 KEPT_VERSIONS = 16
 """Versions kept on disk beside the live and the previous one."""
 
-Swap = Callable[[str, str, int], Awaitable[dict[str, Any]]]
-"""(folder, sha256, version) -> the engine's SwapReport as plain values."""
+Swap = Callable[[str, str, int, bool], Awaitable[dict[str, Any]]]
+"""(folder, sha256, version, trained) -> the engine's SwapReport as plain values."""
 
 
 class DraftError(ValueError):
@@ -97,7 +97,8 @@ class Drafts:
             folder = str(self.store.folder(version))
             try:
                 async with asyncio.timeout(SWAP_DEADLINE):
-                    report = await self._swap(folder, manifest.sha256, version)
+                    trained = manifest.origin != "untrained"
+                    report = await self._swap(folder, manifest.sha256, version, trained)
             except TimeoutError:
                 self._failed("deadline")
                 raise DraftError(
@@ -154,9 +155,11 @@ class Drafts:
         log.warning("draft swap failed; the old drafter serves on", reason=reason, live=self.live)
 
     def _forget_old(self) -> None:
-        keep = {self.live, self.previous, 0}
+        """Old learned versions go; what an operator gave, and where it began, stays."""
         for version in self.store.versions()[:-KEPT_VERSIONS]:
-            if version not in keep:
+            if version in (0, self.live, self.previous):
+                continue
+            if self.store.manifest(version).origin == "learned":
                 self.store.remove(version)
 
 

@@ -25,7 +25,7 @@ from rlcore.records import (
     decode_learner_message,
     encode,
 )
-from rlcore.transport import open_socket
+from rlcore.transport import MAX_WEIGHT_FRAME_BYTES, open_socket
 from rlcore.weights import WeightError
 from server.drafts import DraftError, Drafts
 
@@ -41,11 +41,17 @@ ALIVE_FOR = 15.0
 
 class LearnerLink:
     def __init__(self, endpoint: str, drafts: Drafts, target_version: int, tokens: int) -> None:
-        self._socket = open_socket(zmq.asyncio.Context.instance(), zmq.DEALER, endpoint, bind=False)
+        self._socket = open_socket(
+            zmq.asyncio.Context.instance(),
+            zmq.DEALER,
+            endpoint,
+            bind=False,
+            max_frame_bytes=MAX_WEIGHT_FRAME_BYTES,
+        )
         self._drafts = drafts
         self._target_version = target_version
         self._speculative_tokens = tokens
-        self._awaited: dict[int, asyncio.Future[None]] = {}
+        self._awaited: dict[int, asyncio.Future[dict[str, bytes]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.report: LearnerReport | None = None
         self.reported_at: float | None = None
@@ -97,13 +103,7 @@ class LearnerLink:
         elif [len(f) for f in frames] != message.sizes or len(frames) != len(message.names):
             awaited.set_exception(WeightError("fetch", "the files' sizes are not those announced"))
         else:
-            try:
-                self._drafts.store.receive(
-                    message.version, dict(zip(message.names, frames, strict=True))
-                )
-                awaited.set_result(None)
-            except WeightError as error:
-                awaited.set_exception(error)
+            awaited.set_result(dict(zip(message.names, frames, strict=True)))
 
     async def _promote(self, announce: Announce) -> None:
         """Fetch, check, swap, answer. The learner's gate has passed it; this side may still refuse."""
@@ -112,6 +112,11 @@ class LearnerLink:
         try:
             if version in self._drafts.store.versions():
                 raise DraftError(f"version {version} exists already")
+            if announce.manifest.parent != self._drafts.live:
+                raise DraftError(
+                    f"version {version} was judged against version {announce.manifest.parent}, "
+                    f"but {self._drafts.live} is live now"
+                )
             await self._fetch(version)
             await self._drafts.activate(version)
         except (DraftError, WeightError) as failure:
@@ -125,11 +130,13 @@ class LearnerLink:
         await self._send(FetchDraft(version))
         try:
             async with asyncio.timeout(FETCH_DEADLINE):
-                await awaited
+                files = await awaited
         except TimeoutError:
             raise WeightError("fetch", f"version {version} did not come in time") from None
         finally:
             self._awaited.pop(version, None)
+        # Digests and disk writes stay off the loop that streams tokens.
+        await asyncio.to_thread(self._drafts.store.receive, version, files)
 
     async def _give(self, version: int) -> None:
         try:
@@ -156,6 +163,7 @@ class LearnerLink:
                 self._drafts.method,
                 self._speculative_tokens,
                 self._drafts.live,
+                self._drafts.manifest().sha256,
                 self._drafts.next_version() - 1,
             )
         )

@@ -62,7 +62,7 @@ def status(state: ServerState) -> dict[str, Any]:
         "acceptance": {
             "live": acceptance_view(acceptance.get(drafts.live)),
             "previous": acceptance_view(
-                acceptance.get(-1 if drafts.previous is None else drafts.previous)
+                acceptance.get(drafts.previous) if drafts.previous is not None else None
             ),
         },
         "learner": learner,

@@ -162,7 +162,8 @@ class Capture:
         for row, sampled in zip(view.rows, output.sampled_token_ids, strict=True):
             self._proposed_by[row.request_id] = draft_version
             path.append((row, sampled))
-            if sampled and (row.drafts or row.scheduled == 1):
+            prompt_length = runner.requests[row.request_id].num_prompt_tokens
+            if sampled and (row.drafts or row.start >= prompt_length):
                 self._count(row, len(sampled) - 1)
         if view.logsumexp is not None:
             self._record(runner, view, path)
@@ -171,6 +172,7 @@ class Capture:
         k = 0 if _placeholder(row.drafts) else len(row.drafts)
         version = row.draft_version
         by_version = self._by_request.setdefault(row.request_id, {})
+        self._by_request.move_to_end(row.request_id)
         for counts in (by_version, self.acceptance):
             counts.setdefault(version, AcceptanceCount(version)).observe(k, accepted)
         while len(self._by_request) > REMEMBERED_REQUESTS:

@@ -72,8 +72,11 @@ class Courier(threading.Thread):
         with self._lock:
             self._counts.captured += span is not None
             if len(self._queue) >= self._options.capture_queue:
-                self._queue.popleft()
-                self._count_drop("queue_full")
+                oldest_id, oldest, was_final = self._queue.popleft()
+                if oldest is not None:
+                    self._count_drop("queue_full")
+                if was_final:  # without this the request's other spans would wait for ever
+                    self._queue.append((oldest_id, None, True))
             self._queue.append((request_id, span, final))
 
     def drop(self, reason: str) -> None:

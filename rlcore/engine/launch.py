@@ -86,8 +86,6 @@ def engine_arguments(
         "model": str(draft),
         "num_speculative_tokens": settings.speculative_tokens,
     }
-    if settings.speculative_tokens == 0:
-        args.speculative_config = None
     validate_parsed_serve_args(args)
     return args
 

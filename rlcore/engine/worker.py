@@ -95,13 +95,15 @@ class PacelineWorker(BaseWorker):
             self._courier.stop()
         super().shutdown()
 
-    def paceline_swap(self, folder: str, sha256: str, version: int) -> dict[str, Any]:
+    def paceline_swap(
+        self, folder: str, sha256: str, version: int, trained: bool = True
+    ) -> dict[str, Any]:
         """Make a version live; the answer is a SwapReport as plain values."""
         if self._slot is None or self._length is None:
             raise EngineUnsafe("this engine has no drafter to swap")
         report = self._slot.swap(Path(folder), sha256, version)
         if report.error is None:
-            self._length.trained = True
+            self._length.trained = trained
         return msgspec.to_builtins(report)
 
     def paceline_request_acceptance(self, request_ids: list[str]) -> list[dict[str, Any]]:

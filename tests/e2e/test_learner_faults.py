@@ -126,7 +126,9 @@ def introduce(learner: LearnerUnderTest, store: WeightStore, target_id: str) -> 
     """As a server: hello until it asks for the live draft, which it then gets."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
-        learner.control.send(encode(Hello(target_id, 0, "eagle3", 3, 0, 0)))
+        learner.control.send(
+            encode(Hello(target_id, 0, "eagle3", 3, 0, store.manifest(0).sha256, 0))
+        )
         if not learner.control.poll(1000):
             continue
         message = decode_learner_message(learner.control.recv_multipart()[0])
@@ -146,6 +148,8 @@ def nonsense(learner: LearnerUnderTest) -> list[tuple[str, list[bytes]]]:
     long = VerifyTrace.SPAN_TENSORS
     return [
         ("malformed", [b"\xff\x00garbage"]),
+        ("malformed", learner.changed(prompt_hash="no number")),
+        ("malformed", learner.changed(first_position=2**40, prompt_length=2**40 + 1)),
         ("malformed", [b""]),
         ("malformed", [b"{}", b"x" * 1000]),
         ("malformed", [encode(LearnerReport(pid=1, phase="lost")), aux]),
@@ -197,7 +201,7 @@ def test_nonsense_sent_to_a_learner_is_counted_by_reason_and_dropped(
 
 def test_nonsense_on_the_control_link_is_counted_and_dropped(learner: LearnerUnderTest) -> None:
     before = learner.report()
-    stranger = Hello("another-target", 0, "eagle3", 3, 7, 7)
+    stranger = Hello("another-target", 0, "eagle3", 3, 7, "0" * 64, 7)
     for frame in (b"\xff", b"", encode(stranger)):
         learner.control.send(frame)
     learner.control.send_multipart([encode(DraftFiles(9, ["a"], [1])), b"xx"])

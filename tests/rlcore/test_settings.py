@@ -53,7 +53,7 @@ def test_a_named_file_takes_the_place_of_the_default(monkeypatch: pytest.MonkeyP
 
 
 def test_what_follows_the_dashes_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["--tensor-parallel-size", "2", "--port", "9"]
+    words = ["--tensor-parallel-size", "2", "--seed", "9"]
     settings = load(ServeSettings, ["--port", "3", "--", *words])
     assert (settings.port, settings.engine_args) == (3, words)
     monkeypatch.setenv("PACELINE_ENGINE_ARGS", "--seed 1")
@@ -73,7 +73,9 @@ def test_what_follows_the_dashes_is_vllms(monkeypatch: pytest.MonkeyPatch) -> No
         (["--api-key", "  "], "--api-key: an empty key guards nothing"),
         (["--learner", "tcp://10.0.0.1:5000"], "--learner: .*ssh tunnel"),
         (["--learner", "elsewhere"], "--learner: .*not an address"),
-        (["--", "--api-key=hidden"], "give --api-key before the --"),
+        (["--", "--api-key=hidden"], "--api-key is not used; give it before the --"),
+        (["--", "--served_model_name", "x"], "--served-model-name is not used"),
+        (["--", "--speculative-config={}"], "give --draft"),
     ],
 )
 def test_refusals_are_one_line(argv: list[str], message: str) -> None:

@@ -29,7 +29,7 @@ class Engine:
         self.hang = False
         self.crash = False
 
-    async def swap(self, folder: str, sha256: str, version: int) -> dict[str, Any]:
+    async def swap(self, folder: str, sha256: str, version: int, trained: bool) -> dict[str, Any]:
         assert Path(folder).name == f"{version:06d}"
         assert sha256
         await asyncio.sleep(3600 if self.hang else 0)
@@ -192,13 +192,13 @@ def test_swaps_never_overlap(tmp_path):
     drafts, engine = made(tmp_path)
     running, most = 0, 0
 
-    async def slow(folder: str, sha256: str, version: int) -> dict[str, Any]:
+    async def slow(folder: str, sha256: str, version: int, trained: bool) -> dict[str, Any]:
         nonlocal running, most
         running += 1
         most = max(most, running)
         await asyncio.sleep(0.01)
         running -= 1
-        return await engine.swap(folder, sha256, version)
+        return await engine.swap(folder, sha256, version, trained)
 
     async def all_at_once() -> None:
         drafts.connect(slow)
