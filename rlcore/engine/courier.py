@@ -7,6 +7,8 @@ learned from; nothing leaves this process before that.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections import OrderedDict, deque
@@ -25,7 +27,7 @@ from rlcore.records import (
     decode_engine_message,
     encode,
 )
-from rlcore.transport import open_socket, receive, send
+from rlcore.transport import check_endpoint, open_socket, receive, send
 
 REPORT_INTERVAL = 1.0
 """Seconds between two reports to the server."""
@@ -59,13 +61,11 @@ class Courier(threading.Thread):
         self._held_spans = 0
         self._ends: OrderedDict[str, RequestEnd] = OrderedDict()
         self._stopping = threading.Event()
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._link = open_socket(context, zmq.DEALER, options.link_endpoint, bind=False)
-        self._traces = (
-            open_socket(context, zmq.PUSH, options.trace_endpoint, bind=False)
-            if options.trace_endpoint
-            else None
-        )
+        self._link: zmq.Socket[bytes]
+        self._traces: zmq.Socket[bytes] | None = None
+        for endpoint in (options.link_endpoint, options.trace_endpoint):
+            if endpoint is not None:
+                check_endpoint(endpoint)
 
     def offer(self, request_id: str, span: Span | None, final: bool) -> None:
         """Take a span, or the news that a request has no more; when full, the oldest span goes."""
@@ -89,6 +89,20 @@ class Courier(threading.Thread):
         self.join(timeout=2.0)
 
     def run(self) -> None:
+        # vLLM has bound this process to the cores that compute; sending belongs on the others. The
+        # sockets are opened here, so that ZeroMQ's own thread inherits that.
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        context = zmq.Context()
+        self._link = open_socket(context, zmq.DEALER, self._options.link_endpoint, bind=False)
+        if self._options.trace_endpoint is not None:
+            self._traces = open_socket(context, zmq.PUSH, self._options.trace_endpoint, bind=False)
+        try:
+            self._serve()
+        finally:
+            context.destroy(linger=0)
+
+    def _serve(self) -> None:
         next_report = 0.0
         while not self._stopping.is_set():
             self._link.poll(20)
@@ -99,9 +113,6 @@ class Courier(threading.Thread):
             if now >= next_report:
                 next_report = now + REPORT_INTERVAL
                 send(self._link, [encode(self._report(self._snapshot()))])
-        for socket in (self._link, self._traces):
-            if socket is not None:
-                socket.close()
 
     def _count_drop(self, reason: str) -> None:
         self._counts.dropped[reason] = self._counts.dropped.get(reason, 0) + 1

@@ -207,6 +207,10 @@ def test_nonsense_on_the_control_link_is_counted_and_dropped(learner: LearnerUnd
     learner.control.send_multipart([encode(DraftFiles(9, ["a"], [1])), b"xx"])
     after = learner.until(lambda r: sum(r.rejected.values()) >= sum(before.rejected.values()) + 4)
     gained = {k: n - before.rejected.get(k, 0) for k, n in after.rejected.items()}
-    assert {k: n for k, n in gained.items() if n} == {"malformed": 2, "hello_target": 1, "unasked": 1}
+    assert {k: n for k, n in gained.items() if n} == {
+        "malformed": 2,
+        "hello_target": 1,
+        "unasked": 1,
+    }
     learner.traces.send_multipart(learner.good())
     assert learner.until(lambda r: r.received > before.received).received == before.received + 1
