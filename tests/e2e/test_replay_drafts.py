@@ -72,6 +72,7 @@ def agreement(drafter: Drafter, spans: list[Captured]) -> tuple[int, int]:
 def test_a_captured_request_gives_the_eagle3_drafts_that_were_served(served: Served) -> None:
     spans = [request[0] for request in greedy_spans(served, TOKENS)]
     equal, total = agreement(drafter_of(served), spans)
+    print(f"eagle3: {equal} of {total} served draft ids reproduced")
     assert total > 500
     assert equal >= 0.99 * total
 
@@ -83,6 +84,7 @@ def test_a_draft_model_is_replayed_and_its_live_acceptance_estimated(served: Ser
     # Only a request's first span holds all that the engine's drafter had read.
     first = [request[0] for request in requests]
     equal, total = agreement(drafter, first)
+    print(f"draft_model: {equal} of {total} served draft ids reproduced")
     assert total > 200
     assert equal >= 0.99 * total
 
@@ -95,6 +97,7 @@ def test_a_draft_model_is_replayed_and_its_live_acceptance_estimated(served: Ser
                 live.observe(len(step.draft_ids), step.accepted)
     estimates = chain_lengths(drafter, [c.span for c in first], SPECULATIVE_TOKENS)
     emitted, steps = sum(e.emitted for e in estimates), sum(e.steps for e in estimates)
+    print(f"acceptance length: estimated {emitted / steps:.4f}, live {live.length:.4f}")
     assert live.length is not None
     assert live.length > 1.2
     assert emitted / steps == pytest.approx(live.length, rel=0.05)
