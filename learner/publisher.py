@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from learner.batch import Span
 from learner.drafters.base import Drafter
-from learner.gate import Judgement, judge
+from learner.gate import FEWEST_SPANS, Judgement, judge
 from learner.judging import LiveScores, conditional_rates, gate_scores, score_spans
 from learner.session import TrainingSession
 from rlcore.log import get_logger
@@ -41,8 +41,9 @@ class Publisher:
     def due(self, session: TrainingSession, spans: Sequence[Span]) -> bool:
         """Whether there is something new to judge, and enough to judge it on."""
         # An anchor with fewer than K known tokens behind it cannot be judged.
-        tokens = sum(max(0, span.anchors - self._steps + 1) for span in spans)
-        return tokens >= self._gate_tokens and session.trainer.updates != self._updates_judged
+        judged = [max(0, span.anchors - self._steps + 1) for span in spans]
+        enough = sum(judged) >= self._gate_tokens and sum(map(bool, judged)) >= FEWEST_SPANS
+        return enough and session.trainer.updates != self._updates_judged
 
     def consider(
         self,

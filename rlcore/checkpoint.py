@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -39,6 +40,9 @@ def save_checkpoint(
             folder.rename(old)
         partial.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
+    except SafetensorError as error:
+        # What the disk says while tensors are written comes as this.
+        raise OSError(errno.EIO, str(error)) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -95,3 +95,20 @@ def test_the_budget_holds_but_for_the_segment_in_writing(folder, rows, budget):
     assert used <= budget + segment_bytes + 2 * largest
     kept = names(root)
     assert kept == [f"r{i}" for i in range(len(rows))][-len(kept) :]
+
+
+def test_a_full_disk_is_an_os_error_and_nothing_follows_the_torn_record(tmp_path):
+    journal = Journal(tmp_path, 10**9)
+    journal.append(message(0, 4))
+    segment = journal.segments()[0]
+    whole = segment.read_bytes()
+    with open("/dev/full", "wb") as full:
+        kept, journal._file = journal._file, full
+        with pytest.raises(OSError, match="No space left"):
+            journal.append(message(1, 4))
+    kept.close()
+    segment.write_bytes(whole + whole[:7])  # what the disk took of it
+    journal.append(message(2, 4))
+    journal.close()
+    assert len(journal.segments()) == 2
+    assert names(tmp_path) == ["r0", "r2"]
