@@ -12,6 +12,7 @@ GROUP = "paceline.commands"
 SUMMARIES = {
     "serve": "serve a model, with its drafter learning from the traffic",
     "learn": "run a learner on its own, for a server in another process",
+    "record": "keep a server's traces in a file, to learn from them again",
     "models": "list, make and verify models and drafts in the home folder",
     "config": "print the settings a command would run with",
 }

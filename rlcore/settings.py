@@ -202,6 +202,50 @@ class LearnSettings(CommonSettings, LearningOptions):
         return bind if bind == "ipc" else _endpoint(bind)
 
 
+class ReplaySettings(CommonSettings, LearningOptions):
+    """Learn a drafter from recordings, as live but with no server, and the same every time.
+
+    Recordings are made with 'paceline record'. The best version is written to --out as a drafter
+    folder that 'paceline serve --draft' takes.
+    """
+
+    replay: list[Path] = Field(
+        min_length=1, description="Recordings, in the order in which they are learned from"
+    )
+    out: Path = Field(description="Folder that is made for the drafter; must not exist")
+    draft: str = Field(
+        "none", description="Drafter to start from: 'none' (untrained), a folder, or an id"
+    )
+    target: str = Field("embedded", description="The model served: 'embedded', a folder, or an id")
+    method: Method = Field("eagle3", description="Type of the drafter")
+    speculative_tokens: int = Field(3, ge=1, le=16, description="K, the tokens drafted in a step")
+    draft_vocab: int = Field(4096, ge=256, description="Tokens that a new EAGLE-3 head can draft")
+    passes: int = Field(1, ge=1, description="Times that the recordings are gone through")
+    cut_ok: bool = Field(False, description="Take a recording that was cut off, as far as it goes")
+
+
+class RecordSettings(CommonSettings):
+    """Keep the trace stream of a server in a file, to learn from it again.
+
+    Start the server with --learner and the address that is printed.
+    """
+
+    out: Path = Field(description="The file; must not exist")
+    bind: str = Field(
+        "ipc",
+        description="Where the server finds it: 'ipc' (in the home folder), ipc:///path, or "
+        "tcp://127.0.0.1:PORT",
+    )
+    target: str = Field("embedded", description="The model served: 'embedded', a folder, or an id")
+    method: Method = Field("eagle3", description="Type of the drafter")
+    max_gib: float = Field(64.0, gt=0, description="The file ends at this size, GiB")
+
+    @field_validator("bind")
+    @classmethod
+    def _known_bind(cls, bind: str) -> str:
+        return bind if bind == "ipc" else _endpoint(bind)
+
+
 class _FileSource(TomlConfigSettingsSource):
     """The TOML file, which all commands share: each reads its own keys out of it.
 
@@ -214,7 +258,8 @@ class _FileSource(TomlConfigSettingsSource):
         if issubclass(self.settings_cls, LearningOptions):
             values = {**values.get("learning", {}), **values}
         own = self.settings_cls.model_fields
-        others = (set(ServeSettings.model_fields) | set(LearnSettings.model_fields)) - set(own)
+        commands = (ServeSettings, LearnSettings, ReplaySettings, RecordSettings)
+        others = {name for command in commands for name in command.model_fields} - set(own)
         if self.settings_cls is ServeSettings:
             others -= set(LearningOptions.model_fields)  # they belong into [learning]: say so
         return {key: value for key, value in values.items() if key not in others}

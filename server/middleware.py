@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -19,6 +20,11 @@ from server.drafts import Drafts
 
 VERSION_HEADER = b"x-paceline-draft-version"
 USAGE_HEADER = b"x-paceline-usage"
+LEARN_HEADER = b"x-paceline-learn"
+TENANT_HEADER = b"x-paceline-tenant"
+TENANT_NAME = re.compile(rb"[A-Za-z0-9._@-]{1,64}")
+TRUE = (b"1", b"true")
+FALSE = (b"0", b"false")
 
 AcceptanceOf = Callable[[list[str]], Awaitable[list[dict[str, Any]]]]
 """Engine request ids -> acceptance counts by draft version, as plain values."""
@@ -61,7 +67,9 @@ class DraftAccount:
     """Gives each request a ticket, says which draft version served it, and adds it to the usage.
 
     The header carries the version at admission. With ``x-paceline-usage: true`` the final usage also
-    lists every version that drafted for the request, with its acceptance counts.
+    lists every version that drafted for the request, with its acceptance counts. With
+    ``x-paceline-learn: false`` nothing of the request is learned from; ``x-paceline-tenant`` names
+    the tenant it belongs to (set by the gateway in front: nothing here proves it).
     """
 
     def __init__(self, app: ASGIApp, drafts: Drafts, acceptance_of: AcceptanceOf) -> None:
@@ -73,10 +81,15 @@ class DraftAccount:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        ticket = Ticket()
+        headers = dict(scope["headers"])
+        try:
+            ticket = _ticket(headers)
+        except ValueError as error:
+            await _bad_request(str(error))(scope, receive, send)
+            return
         current_ticket.set(ticket)
         version = str(self._drafts.live).encode()
-        wants_usage = dict(scope["headers"]).get(USAGE_HEADER, b"").lower() in (b"1", b"true")
+        wants_usage = headers.get(USAGE_HEADER, b"").lower() in TRUE
         account = _UsageWriter(send, ticket, self._acceptance_of) if wants_usage else None
 
         async def send_on(message: Message) -> None:
@@ -85,6 +98,22 @@ class DraftAccount:
             await (account(message) if account else send(message))
 
         await self.app(scope, receive, send_on)
+
+
+def _ticket(headers: dict[bytes, bytes]) -> Ticket:
+    """Raises ValueError, so that a misspelt opt-out is not taken for consent."""
+    tenant = headers.get(TENANT_HEADER, b"default")
+    if TENANT_NAME.fullmatch(tenant) is None:
+        raise ValueError("x-paceline-tenant takes 1 to 64 letters, digits or . _ @ -")
+    learn = headers.get(LEARN_HEADER, b"true").lower()
+    if learn not in TRUE + FALSE:
+        raise ValueError("x-paceline-learn takes true or false")
+    return Ticket(tenant=tenant.decode(), learn=learn in TRUE)
+
+
+def _bad_request(message: str) -> JSONResponse:
+    error = {"message": message, "type": "invalid_request_error", "code": "invalid_header"}
+    return JSONResponse({"error": error}, status_code=400)
 
 
 class _UsageWriter:

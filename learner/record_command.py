@@ -1,0 +1,90 @@
+"""``paceline record``: stand in a learner's place and keep the trace stream in a file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from learner.inbox import Inbox
+from learner.recording import Recorder, RecordingError
+from rlcore.home import Home
+from rlcore.log import get_logger, setup_logging
+from rlcore.records import Hello, LearnerReport, VerifyTrace
+from rlcore.settings import RecordSettings, load
+from rlcore.target import local_model, model_identity
+from rlcore.transport import EndpointError
+
+log = get_logger("recorder")
+
+REPORT_INTERVAL = 1.0
+LOG_INTERVAL = 60.0
+
+
+def main(argv: list[str]) -> int:
+    settings = load(RecordSettings, argv, "paceline record")
+    setup_logging("recorder", settings.log_json, settings.log_level)
+    home = Home(settings.home)
+    target_id = model_identity(local_model(settings.target, home))
+    base = f"ipc://{home.run}/recorder" if settings.bind == "ipc" else settings.bind
+    try:
+        inbox = Inbox(base)
+    except EndpointError as error:
+        raise RecordingError(str(error)) from None
+    recorder = Recorder(settings.out, target_id, settings.method)
+    stopping: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda caught, _: stopping.append(caught))
+    log.info("recording", file=str(settings.out), serve_with=f"--learner {base}")
+    try:
+        _record(settings, inbox, recorder, target_id, stopping)
+    except OSError as error:
+        raise RecordingError(f"{settings.out} cannot be written on: {error.strerror}") from None
+    finally:
+        inbox.close()
+    log.info("recorded", file=str(settings.out), traces=recorder.records, bytes=recorder.bytes)
+    return 0
+
+
+def _record(
+    settings: RecordSettings,
+    inbox: Inbox,
+    recorder: Recorder,
+    target_id: str,
+    stopping: list[int],
+) -> None:
+    """Until a signal comes, or the file is as large as it may be."""
+    tokens = 0
+    report = LearnerReport(pid=os.getpid(), phase="recording")
+    next_report = next_log = time.monotonic()
+    while not stopping and recorder.bytes < settings.max_gib * 2**30:
+        for server, message, _ in inbox.messages():
+            if isinstance(message, Hello):
+                if (message.target_id, message.method) == (target_id, settings.method):
+                    inbox.accept(server)
+                else:
+                    inbox.reject("hello_target")
+                    log.warning(
+                        "a server of another target or method asks to be recorded",
+                        target=message.target_id,
+                        method=message.method,
+                    )
+        taken = inbox.traces(_any_trace)
+        for trace, frames in taken:
+            recorder.add(frames)
+            tokens += sum(step.accepted + 1 for step in trace.steps)
+        report.received, report.rejected = recorder.records, dict(inbox.rejected)
+        now = time.monotonic()
+        if now >= next_report:
+            next_report = now + REPORT_INTERVAL
+            inbox.tell_all(report)
+        if now >= next_log:
+            next_log = now + LOG_INTERVAL
+            log.info("recorded so far", traces=recorder.records, output_tokens=tokens)
+        if not taken:
+            inbox.wait(200)
+    recorder.close()
+
+
+def _any_trace(trace: VerifyTrace) -> None:
+    """All are kept; whether they fit is for the learner to judge."""
