@@ -271,6 +271,16 @@ class Announce(msgspec.Struct, tag="announce", tag_field="kind"):
     schema: int = SCHEMA_VERSION
 
 
+class Retreat(msgspec.Struct, tag="retreat", tag_field="kind"):
+    """The live version proved worse than another one on live traffic: go back to that."""
+
+    version: int
+    """The worse one; the server acts only while it is live."""
+    to: int
+    reason: str
+    schema: int = SCHEMA_VERSION
+
+
 class FetchDraft(msgspec.Struct, tag="fetch_draft", tag_field="kind"):
     """Either side asks the other for the files of one version."""
 
@@ -292,7 +302,7 @@ class DraftFiles(msgspec.Struct, tag="draft_files", tag_field="kind"):
 
 
 class Verdict(msgspec.Struct, tag="verdict", tag_field="kind"):
-    """What the server did with an announced version."""
+    """What the server did with a version that it was told to make live."""
 
     version: int
     live: bool
@@ -302,7 +312,7 @@ class Verdict(msgspec.Struct, tag="verdict", tag_field="kind"):
 
 
 EngineMessage = EngineReport | RequestEnd
-LearnerMessage = Hello | LearnerReport | Announce | FetchDraft | DraftFiles | Verdict
+LearnerMessage = Hello | LearnerReport | Announce | Retreat | FetchDraft | DraftFiles | Verdict
 Message = VerifyTrace | EngineMessage | LearnerMessage
 
 _encoder = msgspec.msgpack.Encoder()

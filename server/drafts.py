@@ -18,6 +18,7 @@ import msgspec
 from rlcore.log import get_logger
 from rlcore.records import DraftManifest
 from rlcore.weights import WEIGHTS, WeightError, WeightStore, check_signature, signature
+from server.history import Cause, History
 
 log = get_logger("server")
 
@@ -60,6 +61,7 @@ class Drafts:
         self.live = state.live
         self.previous = state.previous
         self.statistics = SwapStatistics()
+        self.history = History(store.root)
         self.on_change: list[Callable[[], None]] = []
         self._lock = asyncio.Lock()
         self._swap: Swap | None = None
@@ -82,8 +84,11 @@ class Drafts:
     def next_version(self) -> int:
         return max([*self.store.versions(), self.live]) + 1
 
-    async def activate(self, version: int) -> float:
-        """Make a version live; seconds the engine stood still. Raises DraftError."""
+    async def activate(self, version: int, cause: Cause = "chosen", reason: str = "") -> float:
+        """Make a version live; seconds the engine stood still. Raises DraftError.
+
+        ``cause`` and ``reason`` go into the history.
+        """
         async with self._lock:
             if version == self.live:
                 return 0.0
@@ -112,6 +117,7 @@ class Drafts:
                 raise DraftError(f"draft version {version} was refused: {report['error']}")
             self.previous, self.live = self.live, version
             write_live(self.store.root, LiveDraft(self.live, self.previous))
+            self.history.add(version, self.previous, cause, reason)
             self.statistics.count += 1
             self.statistics.last_seconds = report["seconds"]
             self.statistics.seconds_sum += report["seconds"]
@@ -119,6 +125,7 @@ class Drafts:
                 "draft swapped",
                 live=version,
                 previous=self.previous,
+                cause=cause,
                 milliseconds=round(report["seconds"] * 1000),
             )
             self._forget_old()

@@ -21,6 +21,7 @@ from rlcore.records import (
     LearnerMessage,
     LearnerReport,
     RecordError,
+    Retreat,
     Verdict,
     decode_learner_message,
     encode,
@@ -89,6 +90,8 @@ class LearnerLink:
             self.report, self.reported_at = message, time.monotonic()
         elif isinstance(message, Announce):
             self._start(self._promote(message))
+        elif isinstance(message, Retreat):
+            self._start(self._go_back(message))
         elif isinstance(message, FetchDraft):
             self._start(self._give(message.version))
         elif isinstance(message, DraftFiles):
@@ -118,12 +121,25 @@ class LearnerLink:
                     f"but {self._drafts.live} is live now"
                 )
             await self._fetch(version)
-            await self._drafts.activate(version)
+            await self._drafts.activate(version, "promoted")
         except (DraftError, WeightError) as failure:
             error = str(failure)
             log.warning("an announced draft was refused", version=version, reason=error)
         verdict = Verdict(version, error is None, self._drafts.live, error)
         await self._send(verdict)
+
+    async def _go_back(self, order: Retreat) -> None:
+        """The learner's watch found the live version worse than an earlier one."""
+        error = None
+        try:
+            if order.version != self._drafts.live:
+                raise DraftError(f"version {order.version} is not live any more")
+            await self._drafts.activate(order.to, "rolled_back", order.reason)
+            log.warning("rolled back", version=order.version, live=order.to, reason=order.reason)
+        except DraftError as failure:
+            error = str(failure)
+            log.error("could not roll back", version=order.version, reason=error)
+        await self._send(Verdict(order.to, error is None, self._drafts.live, error))
 
     async def _fetch(self, version: int) -> None:
         awaited = self._awaited[version] = asyncio.get_running_loop().create_future()

@@ -95,6 +95,12 @@ class PacelineCollector(Collector):
             value=statistics.seconds_sum,
         )
 
+        yield CounterMetricFamily(
+            "paceline_rollbacks",
+            "Live versions found worse than an earlier one and taken back",
+            value=len(drafts.history.rollbacks()),
+        )
+
     def _learner(self) -> Iterator[Metric]:
         link = self._state.learner_link
         yield GaugeMetricFamily(

@@ -31,6 +31,7 @@ async def get_drafts(request: Request) -> dict[str, Any]:
     """Every draft version on disk: its origin, its measures, and its live acceptance so far."""
     state = _state(request)
     acceptance = state.acceptance()
+    rolled_back = state.drafts.history.rolled_back()
     try:
         manifests = await run_in_threadpool(state.drafts.store.manifests)
     except WeightError as error:
@@ -39,10 +40,20 @@ async def get_drafts(request: Request) -> dict[str, Any]:
         "live": state.drafts.live,
         "previous": state.drafts.previous,
         "drafts": [
-            {**msgspec.to_builtins(m), "acceptance": acceptance_view(acceptance.get(m.version))}
+            {
+                **msgspec.to_builtins(m),
+                "acceptance": acceptance_view(acceptance.get(m.version)),
+                "rolled_back": rolled_back.get(m.version),
+            }
             for m in manifests
         ],
     }
+
+
+@router.get("/history")
+async def get_history(request: Request) -> dict[str, Any]:
+    """What was live when, and why it changed, oldest first."""
+    return {"changes": msgspec.to_builtins(list(_state(request).drafts.history.changes))}
 
 
 @router.post("/drafts/rollback")

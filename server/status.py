@@ -72,5 +72,11 @@ def status(state: ServerState) -> dict[str, Any]:
             "failed": drafts.statistics.failed,
             "last_seconds": drafts.statistics.last_seconds,
         },
+        "rollbacks": {
+            "count": len(drafts.history.rollbacks()),
+            "last": msgspec.to_builtins(drafts.history.rollbacks()[-1])
+            if drafts.history.rollbacks()
+            else None,
+        },
         "uptime_s": time.time() - state.started,
     }

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rlcore.records import AcceptanceCount, CaptureCounts, EngineReport, LearnerReport
 from server.drafts import SwapStatistics
+from server.history import Change
 from server.metrics import PacelineCollector
 from server.status import ServerState
 
@@ -25,6 +26,7 @@ ENGINE = {
     "paceline_traces_dropped": ("counter", {"reason"}),
     "paceline_live_draft": ("gauge", {"draft_version", "method"}),
     "paceline_swaps": ("counter", set()),
+    "paceline_rollbacks": ("counter", set()),
     "paceline_failed_swaps": ("counter", {"reason"}),
     "paceline_swap_seconds": ("counter", set()),
     "paceline_learner_up": ("gauge", set()),
@@ -44,7 +46,11 @@ LEARNER = {
 
 def state(report: EngineReport | None, learner: Any) -> ServerState:
     statistics = SwapStatistics(count=3, failed={"digest": 2}, seconds_sum=0.75)
-    drafts = SimpleNamespace(live=5, previous=4, method="eagle3", statistics=statistics)
+    change = Change(0.0, 4, 5, "rolled_back", "worse")
+    history = SimpleNamespace(rollbacks=lambda: [change])
+    drafts = SimpleNamespace(
+        live=5, previous=4, method="eagle3", statistics=statistics, history=history
+    )
     return ServerState(
         drafts=drafts, engine_link=SimpleNamespace(report=report), learner_link=learner,
         target_id="t", target_version=0, speculative_tokens=3, started=0.0,
@@ -112,6 +118,7 @@ def test_acceptance_is_counted_by_version_and_position():
 def test_swaps_traces_and_the_learner_are_counted():
     families = full()
     assert value(families, "paceline_swaps_total") == 3
+    assert value(families, "paceline_rollbacks_total") == 1
     assert value(families, "paceline_swap_seconds_total") == 0.75
     assert value(families, "paceline_failed_swaps_total", reason="digest") == 2
     assert value(families, "paceline_live_draft", draft_version="5", method="eagle3") == 1
