@@ -1,4 +1,4 @@
-"""Makes sure a store holds a live draft: an untrained one, or one that the user gave.
+"""Makes sure a store holds a live draft: the shipped one, an untrained one, or one the user gave.
 
 Run by ``serve`` as a process of its own (``python -m learner.first_draft``). The last line on standard
 output says what is wrong when the exit code is not 0.
@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from learner.drafters.registry import DRAFTERS
+from learner.shipped import shipped_draft
 from learner.target import Target
 from rlcore.errors import PacelineError
 from rlcore.home import Home
@@ -38,9 +39,13 @@ def ensure_draft(
     """
     live_file = store.root / "live.json"
     versions = store.versions()
-    if versions and live_file.exists() and draft == "none":
+    if versions and live_file.exists() and draft in ("auto", "none"):
         return
-    if draft == "none":
+    shipped = shipped_draft(target_id, method) if draft == "auto" else None
+    if shipped is not None:
+        drafter = DRAFTERS[method].load(shipped, target)
+        origin = "shipped"
+    elif draft in ("auto", "none"):
         drafter = DRAFTERS[method].build(target, vocab_size=draft_vocab)
         origin = "untrained"
     else:

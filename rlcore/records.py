@@ -133,7 +133,7 @@ class DraftManifest(msgspec.Struct, frozen=True):
     target_id: str
     target_version: int
     origin: str
-    """Where it came from: ``untrained``, ``given`` or ``learned``."""
+    """Where it came from: ``untrained``, ``shipped``, ``given`` or ``learned``."""
     created: float = 0.0
     """Seconds since the epoch."""
     tokens_seen: int = 0

@@ -107,7 +107,9 @@ class ServeSettings(CommonSettings):
         None, description="Name in the API; default: the folder's"
     )
     draft: str = Field(
-        "none", description="Drafter to start from: 'none' (untrained), a folder, or an id"
+        "auto",
+        description="Drafter to start from: 'auto' (the shipped one for the embedded model, else "
+        "untrained), 'none' (untrained), a folder, or an id",
     )
     draft_method: Method = Field("eagle3", description="Type of the drafter")
     speculative_tokens: int = Field(3, ge=1, le=16, description="K, the tokens drafted in a step")
@@ -181,17 +183,25 @@ class ServeSettings(CommonSettings):
         return self
 
 
-class LearnSettings(CommonSettings, LearningOptions):
-    """Learn a drafter from the traces of a server, in a process of its own."""
+class DrafterSettings(LearningOptions):
+    """What is learned, and how."""
+
+    target: str = Field("embedded", description="The model served: 'embedded', a folder, or an id")
+    method: Method = Field("eagle3", description="Type of the drafter")
+    speculative_tokens: int = Field(3, ge=1, le=16, description="K, the tokens drafted in a step")
+
+
+class LearnSettings(CommonSettings, DrafterSettings):
+    """Learn a drafter from the traces of a server, in a process of its own.
+
+    With --replay it learns from recordings instead; see paceline learn --replay --help.
+    """
 
     bind: str = Field(
         "ipc",
         description="Where servers find it: 'ipc' (in the home folder), ipc:///path, or "
         "tcp://127.0.0.1:PORT (traces there, control on PORT + 1)",
     )
-    target: str = Field("embedded", description="The model served: 'embedded', a folder, or an id")
-    method: Method = Field("eagle3", description="Type of the drafter")
-    speculative_tokens: int = Field(3, ge=1, le=16, description="K, the tokens drafted in a step")
     parent_pid: int | None = Field(
         None, ge=1, description="Process that started it; the learner ends when that one is gone"
     )
@@ -202,25 +212,27 @@ class LearnSettings(CommonSettings, LearningOptions):
         return bind if bind == "ipc" else _endpoint(bind)
 
 
-class ReplaySettings(CommonSettings, LearningOptions):
+class ReplaySettings(CommonSettings, DrafterSettings):
     """Learn a drafter from recordings, as live but with no server, and the same every time.
 
-    Recordings are made with 'paceline record'. The best version is written to --out as a drafter
+    Recordings are made with 'paceline record'. The best version is written to --out, a drafter
     folder that 'paceline serve --draft' takes.
     """
 
     replay: list[Path] = Field(
-        min_length=1, description="Recordings, in the order in which they are learned from"
+        min_length=1, description="A recording; repeat the flag for more, in their order"
     )
     out: Path = Field(description="Folder that is made for the drafter; must not exist")
     draft: str = Field(
-        "none", description="Drafter to start from: 'none' (untrained), a folder, or an id"
+        "none", description="Drafter to start from: 'none' (untrained), 'auto', a folder, or an id"
     )
-    target: str = Field("embedded", description="The model served: 'embedded', a folder, or an id")
-    method: Method = Field("eagle3", description="Type of the drafter")
-    speculative_tokens: int = Field(3, ge=1, le=16, description="K, the tokens drafted in a step")
     draft_vocab: int = Field(4096, ge=256, description="Tokens that a new EAGLE-3 head can draft")
-    passes: int = Field(1, ge=1, description="Times that the recordings are gone through")
+    play_ratio: float = Field(
+        1.0,
+        gt=0,
+        description="Trained positions per received position while the recordings are played; "
+        "--replay-ratio says how many there are in the end",
+    )
     cut_ok: bool = Field(False, description="Take a recording that was cut off, as far as it goes")
 
 

@@ -7,7 +7,8 @@ and the weight that the sum is to be divided by; the trainer accumulates, normal
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -76,7 +77,12 @@ class UpdateMetrics:
 
 class Trainer(Generic[M, B]):
     """Trains ``module`` in place. ``generator`` is for the caller's own draws (batch order and the
-    like): it is saved and restored with the rest, which makes a resumed run bit-exact."""
+    like): it is saved and restored with the rest, which makes a resumed run bit-exact.
+
+    ``average_half_life`` in updates: also keep an exponential moving average of the trained
+    parameters, which stands in for a decayed learning rate while the rate itself stays high. It is
+    what ``averaged`` shows; 0 keeps none.
+    """
 
     def __init__(
         self,
@@ -85,6 +91,7 @@ class Trainer(Generic[M, B]):
         optimizer: MuonAdamW,
         schedule: Schedule | None = None,
         max_grad_norm: float = 1.0,
+        average_half_life: float = 0.0,
         seed: int = 0,
     ) -> None:
         self.module = module
@@ -92,6 +99,13 @@ class Trainer(Generic[M, B]):
         self.optimizer = optimizer
         self.schedule = schedule or Schedule()
         self.max_grad_norm = max_grad_norm
+        self.average_half_life = average_half_life
+        self.lr_scale = 1.0
+        """Multiplies the schedule's factor; for a controller to set."""
+        self.average: dict[str, Tensor] = {}
+        """The moving average by parameter name; empty when none is kept."""
+        if average_half_life > 0:
+            self.average = {k: p.detach().clone() for k, p in optimizer.parameters.items()}
         self.generator = torch.Generator().manual_seed(seed)
         self.updates = 0
         """Steps taken; skipped updates do not count."""
@@ -124,10 +138,11 @@ class Trainer(Generic[M, B]):
         grad_norm = self._normalise_and_clip(weight)
         if not math.isfinite(grad_norm):
             return self._skip("gradient", loss_sum / weight, weight, grad_norm, averages)
-        factor = self.schedule.factor(self.updates)
+        factor = self._lr_factor()
         self.optimizer.step(factor)
         self.optimizer.zero_grad()
         self.updates += 1
+        self._follow()
         self.weight_seen += weight
         return UpdateMetrics(
             self.updates, loss_sum / weight, weight, grad_norm, factor, None, averages
@@ -146,16 +161,45 @@ class Trainer(Generic[M, B]):
     ) -> UpdateMetrics:
         self.optimizer.zero_grad()
         self.skipped[why] = self.skipped.get(why, 0) + 1
-        factor = self.schedule.factor(self.updates)
-        return UpdateMetrics(self.updates, loss, weight, norm, factor, why, metrics)
+        return UpdateMetrics(self.updates, loss, weight, norm, self._lr_factor(), why, metrics)
+
+    def _lr_factor(self) -> float:
+        return self.lr_scale * self.schedule.factor(self.updates)
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Moves the average towards the parameters; early on it looks back less far."""
+        if self.average:
+            share = max(1 - 0.5 ** (1 / self.average_half_life), 9 / (self.updates + 9))
+            torch._foreach_lerp_(
+                list(self.average.values()), list(self.optimizer.parameters.values()), share
+            )
+
+    @contextmanager
+    def averaged(self) -> Iterator[M]:
+        """The module with the averaged parameters in place; those in training come back after it.
+
+        Nothing may be trained or loaded meanwhile. Without an average it is the module as it is.
+        """
+        self._swap()
+        try:
+            yield self.module
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for name, average in self.average.items():
+            parameter = self.optimizer.parameters[name]
+            self.average[name], parameter.data = parameter.data, average
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Flat tensors (copies) and a JSON-able dict; together they resume the run bit for bit.
 
-        The tensors are ``module.*`` (trained parameters), ``optimizer.*`` and ``rng.*`` (this
-        trainer's generator and torch's default one).
+        The tensors are ``module.*`` (trained parameters), ``average.*`` (theirs, if one is kept),
+        ``optimizer.*`` and ``rng.*`` (this trainer's generator and torch's default one).
         """
         tensors = {f"module.{k}": v.detach() for k, v in self.optimizer.parameters.items()}
+        tensors |= {f"average.{k}": v for k, v in self.average.items()}
         tensors |= {f"optimizer.{k}": v for k, v in self.optimizer.state_tensors().items()}
         tensors["rng.generator"] = self.generator.get_state()
         tensors["rng.torch"] = torch.get_rng_state()
@@ -165,12 +209,19 @@ class Trainer(Generic[M, B]):
             "skipped": dict(self.skipped),
             "schedule": asdict(self.schedule),
             "max_grad_norm": self.max_grad_norm,
+            "lr_scale": self.lr_scale,
         }
         return {name: tensor.clone().contiguous() for name, tensor in tensors.items()}, counters
 
     def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
-        """Takes what ``state`` gave. Raises KeyError when the parameters are not this module's."""
-        parts: dict[str, dict[str, Tensor]] = {"module": {}, "optimizer": {}, "rng": {}}
+        """Takes what ``state`` gave. Raises KeyError when the parameters are not this module's.
+
+        Whether an average is kept is this trainer's own option: state without one starts it at the
+        parameters.
+        """
+        parts: dict[str, dict[str, Tensor]] = {
+            "module": {}, "average": {}, "optimizer": {}, "rng": {},
+        }  # fmt: skip
         for full_name, tensor in tensors.items():
             part, _, name = full_name.partition(".")
             parts[part][name] = tensor
@@ -180,6 +231,8 @@ class Trainer(Generic[M, B]):
         with torch.no_grad():
             for name, parameter in self.optimizer.parameters.items():
                 parameter.copy_(parts["module"][name])
+            for name, average in self.average.items():
+                average.copy_(parts["average"].get(name, parts["module"][name]))
         self.optimizer.load_state_tensors(parts["optimizer"])
         self.generator.set_state(parts["rng"]["generator"])
         torch.set_rng_state(parts["rng"]["torch"])
@@ -188,3 +241,4 @@ class Trainer(Generic[M, B]):
         self.skipped = dict(counters["skipped"])
         self.schedule = Schedule(**counters["schedule"])
         self.max_grad_norm = counters["max_grad_norm"]
+        self.lr_scale = counters["lr_scale"]
