@@ -100,13 +100,20 @@ class ServerProcess:
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    def command(self) -> list[str]:
+        """The whole command line."""
+        return [*(self._command or [str(console_script()), "serve"]), *self.arguments()]
+
+    def arguments(self) -> list[str]:
+        """What follows the command itself; a server of another kind has other ones."""
+        return ["--home", str(self.home), "--port", str(self.port), *self.flags]
+
     def start(self) -> Self:
         """Start it and wait until it serves; raises ServerFailed and leaves nothing running."""
         if self.alive:
             raise RuntimeError("the server is already running")
         self.home.parent.mkdir(parents=True, exist_ok=True)
-        command = self._command or [str(console_script()), "serve"]
-        command += ["--home", str(self.home), "--port", str(self.port), *self.flags]
+        command = self.command()
         env = {**os.environ, "PYTHONUNBUFFERED": "1", "PACELINE_HOME": str(self.home), **self._env}
         begun = time.monotonic()
         with open(self.log, "ab") as log:
@@ -169,6 +176,15 @@ class ServerProcess:
                 continue
             total += used.user + used.system
         return total
+
+    def learner(self) -> psutil.Process | None:
+        """The embedded learner; None while there is none (it is restarted when it dies)."""
+        for process in self.children():
+            with suppress(psutil.NoSuchProcess):
+                words = process.cmdline()
+                if "rlcore.cli" in words and "learn" in words:
+                    return process
+        return None
 
     def get(self, path: str, *, timeout: float = 30.0) -> httpx.Response:
         with self._client(timeout) as client:

@@ -1,4 +1,4 @@
-"""``paceline learn``: a learner on its own, for another process."""
+"""``paceline learn``: a learner on its own, for another process; with ``--replay``, from recordings."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import ctypes
 import os
 import signal
 
+from learner.recording import Recording
 from rlcore.errors import PacelineError
 from rlcore.home import Home
 from rlcore.log import get_logger, setup_logging
-from rlcore.settings import LearnSettings, load
+from rlcore.settings import LearnSettings, ReplaySettings, load
 from rlcore.target import local_model, model_identity
 from rlcore.transport import EndpointError
 
@@ -21,6 +22,8 @@ class LearnError(PacelineError):
 
 
 def main(argv: list[str]) -> int:
+    if any(word.split("=")[0] == "--replay" for word in argv):
+        return _rehearse(load(ReplaySettings, argv, "paceline learn --replay"))
     settings = load(LearnSettings, argv, "paceline learn")
     setup_logging("learner", settings.log_json, settings.log_level)
     if settings.parent_pid is not None:
@@ -28,6 +31,25 @@ def main(argv: list[str]) -> int:
     home = Home(settings.home)
     with home.lock("learn"):
         return _learn(settings, home)
+
+
+def _rehearse(settings: ReplaySettings) -> int:
+    setup_logging("learner", settings.log_json, settings.log_level)
+    if settings.out.exists():
+        raise LearnError(f"{settings.out} exists; give --out a new folder")
+    recordings = [Recording(path, cut_ok=settings.cut_ok) for path in settings.replay]
+    home = Home(settings.home)
+    folder = local_model(settings.target, home)
+
+    from learner.rehearsal import rehearse
+    from learner.session import use_threads
+    from learner.target import Target
+
+    os.nice(settings.nice)
+    use_threads(settings.threads)
+    facts = rehearse(settings, recordings, Target.open(folder), model_identity(folder), home)
+    log.info("learned", folder=str(settings.out), **facts)
+    return 0
 
 
 def _end_with(parent_pid: int) -> None:

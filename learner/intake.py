@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from learner.batch import Span
+from learner.defence import Defence
 from learner.drafters.registry import DRAFTERS
 from learner.inbox import Inbox
-from learner.journal import Journal
+from learner.journal import Journal, Mark
 from learner.replay import Replay
 from learner.split import HeldoutSplit
+from learner.strata import SpanKey, span_key
 from learner.target import Target
+from learner.tenant_share import TenantShare
 from rlcore.log import get_logger
 from rlcore.records import RecordError, VerifyTrace
-from rlcore.settings import LearnSettings
+from rlcore.settings import DrafterSettings
 from rlcore.transport import Frame
 
 log = get_logger("learner")
@@ -25,69 +27,89 @@ log = get_logger("learner")
 HELDOUT_MARGIN = 1.3
 """Held-out tokens gathered early, over those the gate needs: the last of each span are not judged."""
 
+JOURNAL_FACTOR = 2
+"""The journal's budget over the replay's: it holds what was evicted too, until its segment goes."""
 
 PROMPT_HASH = re.compile("[0-9a-f]{32}")
 """What the capture writes; the held-out split reads it as a number."""
 
 
 class Intake:
-    """Owns the replay and its journal."""
+    """Owns the replay and its journal; ``folder`` None keeps nothing on disk."""
 
-    def __init__(self, settings: LearnSettings, folder: Path, target: Target) -> None:
+    def __init__(self, settings: DrafterSettings, folder: Path | None, target: Target) -> None:
         self._target = target
         self._needs_aux = DRAFTERS[settings.method].needs_aux
         budget = int(settings.replay_gib * 2**30)
         split = HeldoutSplit(settings.heldout_share, int(HELDOUT_MARGIN * settings.gate_tokens))
         self.replay = Replay(budget, split, settings.gate_tokens, settings.seed)
-        self._journal = Journal(folder / "replay", budget)
+        self._defence = Defence(target, settings.seed)
+        self._share = TenantShare()
+        self._journal: Journal | None = None
+        if folder is not None:
+            self._journal = Journal(folder / "replay", JOURNAL_FACTOR * budget, self._is_held)
+        self._loaded_end: Mark = (0, 0)
+        """Up to where the journal is described by the loaded state."""
         self.target_version = 0
         """Traces of another one are refused; the server's hello sets it."""
         self.received = 0
         """Spans taken, in total."""
         self.training_tokens = 0
         """Output positions received that may be trained on, in total."""
+        self.heldout_tokens = 0
+        """Output positions received that are held out, in total."""
 
     def take(self, inbox: Inbox, seen: Callable[[Span], None]) -> bool:
-        """Take what waits in the inbox; ``seen`` is called with each span to train on.
+        """Take what waits in the inbox; ``seen`` is called with each span that was taken.
 
         False when there was nothing.
         """
-        taken = inbox.traces(self._check)
+        taken = inbox.traces(self._check_header)
         for trace, frames in taken:
             try:
-                span = self._span(trace, frames[1:])
+                span = self.put(trace, frames[1:])
             except RecordError as error:
                 inbox.reject(error.reason)
                 continue
-            if not self.replay.add(span):
-                inbox.reject("nothing_new")
-                continue
-            self.received += 1
             self._keep(frames, inbox)
-            if not self.replay.holds_out(span):
-                self.training_tokens += span.anchors
-                seen(span)
+            seen(span)
         return bool(taken)
 
-    def reload(self, inbox: Inbox, seen: Callable[[Span], None], *, count: bool) -> None:
-        """Fill the replay from the journal. ``count``: as new, for want of a checkpoint's counters."""
-        for trace, frames in self._journal.read():
-            try:
-                self._check(trace)
-                span = self._span(trace, frames)
-            except RecordError as error:
-                inbox.reject(error.reason)
-                continue
-            if self.replay.add(span) and count:
-                self.received += 1
-                if not self.replay.holds_out(span):
-                    self.training_tokens += span.anchors
-                    seen(span)
+    def put(self, trace: VerifyTrace, frames: Sequence[Frame]) -> Span:
+        """Take one trace into the replay; ``frames`` are its tensors'.
+
+        Raises RecordError when it is refused. What a tenant sends beyond its share is refused before
+        its states are looked at; a span refused for its states has used up the share all the same.
+        """
+        self._check_header(trace)
+        span = self._span(trace, frames)
+        if span.anchors == 0 or self.replay.holds(span_key(span)):
+            raise RecordError("nothing_new", "no position to draft from, or known already")
+        if not self._share.observe(span.tenant, span.anchors):
+            raise RecordError("tenant_share", f"{span.tenant!r} sends many times what others do")
+        self._defence.check(span)
+        if not self.replay.add(span):
+            raise RecordError("no_room", f"{span.nbytes} bytes")
+        self._count(span)
+        return span
+
+    def _count(self, span: Span) -> None:
+        self.received += 1
+        if self.replay.holds_out(span):
+            self.heldout_tokens += span.anchors
+        else:
+            self.training_tokens += span.anchors
 
     def close(self) -> None:
-        self._journal.close()
+        if self._journal is not None:
+            self._journal.close()
+
+    def _is_held(self, trace: VerifyTrace) -> bool:
+        return self.replay.holds((trace.request_id, trace.first_position))
 
     def _keep(self, frames: Sequence[Frame], inbox: Inbox) -> None:
+        if self._journal is None:
+            return
         try:
             self._journal.append(frames)
         except OSError as error:
@@ -97,7 +119,7 @@ class Intake:
                 reason=error.strerror,
             )
 
-    def _check(self, trace: VerifyTrace) -> None:
+    def _check_header(self, trace: VerifyTrace) -> None:
         """Raises RecordError for a trace of another target version, or without a prompt's hash."""
         if PROMPT_HASH.fullmatch(trace.prompt_hash) is None:
             raise RecordError("malformed", f"prompt hash {trace.prompt_hash!r}")
@@ -107,16 +129,68 @@ class Intake:
             )
 
     def _span(self, trace: VerifyTrace, frames: Sequence[Frame]) -> Span:
-        """Raises RecordError for a span that does not fit the target, or is not finite."""
+        """Raises RecordError for a span that does not fit the target."""
         span = Span.from_trace(trace, frames)
         span.check(
             vocab_size=self._target.vocab_size,
             hidden_size=self._target.hidden_size,
             aux_size=3 * self._target.hidden_size if self._needs_aux else None,
         )
-        for tensor in (span.aux, span.last):
-            if tensor is not None and not torch.isfinite(tensor.float().abs().sum()):
-                raise RecordError("not_finite", "hidden states hold NaN or infinity")
-        if torch.isinf(span.lse).any():
-            raise RecordError("not_finite", "logsumexp holds infinity")
         return span
+
+    # --- through a restart ---
+
+    def state(self) -> dict[str, Any]:
+        """Everything but the spans, which are in the journal."""
+        return {
+            "received": self.received,
+            "training_tokens": self.training_tokens,
+            "heldout_tokens": self.heldout_tokens,
+            "replay": self.replay.state(),
+            "share": self._share.state(),
+            "defence": self._defence.state(),
+            "journal_end": (0, 0) if self._journal is None else self._journal.end,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Call before ``reload``, which then counts what came after this state."""
+        self.received = state["received"]
+        self.training_tokens = state["training_tokens"]
+        self.heldout_tokens = state["heldout_tokens"]
+        self.replay.load_state(state["replay"])
+        self._share.load_state(state["share"])
+        self._defence.load_state(state["defence"])
+        segment, message = state["journal_end"]
+        self._loaded_end = (segment, message)
+
+    def reload(self, inbox: Inbox, seen: Callable[[Span], None], *, count: bool) -> None:
+        """Fill the replay from the journal; its states were checked when they came.
+
+        Spans of the loaded state take their old places, and what came after that state is new. With
+        no state to tell, everything is new. ``count``: whether the new is counted, and ``seen``.
+        """
+        replay, end = self.replay, self._loaded_end
+        saved: dict[SpanKey, Span] = {}
+        for span in self._journaled(inbox, lambda _, key: replay.saved_clock(key) is not None):
+            saved[span_key(span)] = span
+        for key in sorted(saved, key=lambda key: replay.saved_clock(key) or 0):
+            replay.add(saved[key])
+        for span in self._journaled(inbox, lambda mark, key: mark >= end and not replay.holds(key)):
+            if replay.add(span) and count:
+                self._count(span)
+                seen(span)
+
+    def _journaled(self, inbox: Inbox, wanted: Callable[[Mark, SpanKey], bool]) -> Iterator[Span]:
+        if self._journal is None:
+            return
+        for mark, trace, frames in self._journal.read_marked():
+            if not wanted(mark, (trace.request_id, trace.first_position)):
+                continue
+            try:
+                self._check_header(trace)
+                span = self._span(trace, frames)
+                self._defence.check_bounds(span)
+            except RecordError as error:
+                inbox.reject(error.reason)
+                continue
+            yield span

@@ -1,102 +1,117 @@
 """The replay on disk: every accepted trace message, as it came, in bounded segment files.
 
-A segment is a run of records; a record is a little-endian count of frames, their lengths, and their
-bytes. What a crash left half-written at the end of a segment is cut off when it is read.
+A segment is a run of messages (``learner.framing``). What a crash left half-written at the end of a
+segment is cut off when it is read. When the oldest segment has to go, the messages in it that are
+still wanted are written again at the end.
 """
 
 from __future__ import annotations
 
 import contextlib
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from learner.framing import pack_frames, read_frames
 from rlcore.records import RecordError, VerifyTrace, decode_trace
-from rlcore.transport import MAX_FRAME_BYTES
+from rlcore.transport import Frame
 
 SEGMENT_BYTES = 64 * 1024 * 1024
 
-MAX_FRAMES = 8
+Mark = tuple[int, int]
+"""(segment, message in it); marks grow with time, across restarts."""
+
+
+def _unwanted(trace: VerifyTrace) -> bool:
+    return False
 
 
 class Journal:
-    """Append-only; the oldest segments go when the budget is exceeded."""
+    """Append-only; the oldest segments go when the budget is exceeded.
 
-    def __init__(self, root: Path, max_bytes: int) -> None:
+    ``wanted`` says whether a message is to outlive its segment; what is wanted must stay well below
+    the budget, which otherwise gives way.
+    """
+
+    def __init__(
+        self, root: Path, max_bytes: int, wanted: Callable[[VerifyTrace], bool] = _unwanted
+    ) -> None:
         self._root = root
         self._max_bytes = max_bytes
+        self._wanted = wanted
         root.mkdir(parents=True, exist_ok=True)
         segments = self.segments()
         self._next = int(segments[-1].stem) + 1 if segments else 0
         self._file: BinaryIO | None = None
-        self._written = 0
+        self._bytes = self._messages = 0
 
     def segments(self) -> list[Path]:
         return sorted(self._root.glob("*.traces"))
 
-    def append(self, frames: Sequence[bytes | memoryview]) -> None:
+    @property
+    def end(self) -> Mark:
+        """Every message so far lies before it, every later one does not."""
+        return (self._next, 0) if self._file is None else (self._next - 1, self._messages)
+
+    def append(self, frames: Sequence[Frame]) -> None:
         """Raises OSError when the disk cannot take it."""
-        if self._file is None or self._written > SEGMENT_BYTES:
-            self._roll()
-        assert self._file is not None
-        lengths = [len(frame) for frame in frames]
         try:
-            self._file.write(struct.pack(f"<I{len(lengths)}Q", len(lengths), *lengths))
-            for frame in frames:
-                self._file.write(frame)
-            self._file.flush()
+            if self._file is None or self._bytes > SEGMENT_BYTES:
+                self._roll()
+            self._write(frames)
         except OSError:
-            # Nothing may follow a torn record: the next append begins a new segment.
+            # Nothing may follow a torn message: the next append begins a new segment.
             torn, self._file = self._file, None
-            with contextlib.suppress(OSError):
-                torn.close()
+            if torn is not None:
+                with contextlib.suppress(OSError):
+                    torn.close()
             raise
-        self._written += sum(lengths)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
+    def _write(self, frames: Sequence[Frame]) -> None:
+        assert self._file is not None
+        for piece in pack_frames(frames):
+            self._file.write(piece)
+            self._bytes += len(piece)
+        self._file.flush()
+        self._messages += 1
+
     def _roll(self) -> None:
         self.close()
         self._file = open(self._root / f"{self._next:08d}.traces", "wb")  # noqa: SIM115
         self._next += 1
-        self._written = 0
-        segments = self.segments()
+        self._bytes = self._messages = 0
+        segments = self.segments()[:-1]
         total = sum(segment.stat().st_size for segment in segments)
-        for segment in segments[:-1]:
-            if total <= self._max_bytes:
+        for segment in segments:
+            if total + self._bytes <= self._max_bytes:
                 break
+            for _, trace, frames in _messages(segment):
+                if self._wanted(trace):
+                    self._write(frames)
             total -= segment.stat().st_size
             segment.unlink()
 
     def read(self) -> Iterator[tuple[VerifyTrace, list[bytes]]]:
-        """Every whole record, oldest first: (header, tensor frames)."""
+        """Every whole message, oldest first: (header, tensor frames)."""
+        return ((trace, frames) for _, trace, frames in self.read_marked())
+
+    def read_marked(self) -> Iterator[tuple[Mark, VerifyTrace, list[bytes]]]:
+        """Every whole message with its place: (mark, header, tensor frames)."""
         for segment in self.segments():
-            with open(segment, "rb") as file:
-                while (frames := _read_record(file)) is not None:
-                    with contextlib.suppress(RecordError):
-                        yield decode_trace(frames), frames[1:]
+            for number, trace, frames in _messages(segment):
+                yield (int(segment.stem), number), trace, frames[1:]
 
 
-def _read_record(file: BinaryIO) -> list[bytes] | None:
-    head = file.read(4)
-    if len(head) < 4:
-        return None
-    (count,) = struct.unpack("<I", head)
-    if not 0 < count <= MAX_FRAMES:
-        return None
-    table = file.read(8 * count)
-    if len(table) < 8 * count:
-        return None
-    frames = []
-    for length in struct.unpack(f"<{count}Q", table):
-        if length > MAX_FRAME_BYTES:
-            return None
-        frame = file.read(length)
-        if len(frame) < length:
-            return None
-        frames.append(frame)
-    return frames
+def _messages(segment: Path) -> Iterator[tuple[int, VerifyTrace, list[bytes]]]:
+    """(number, header, all frames) of each whole message that fits the schema."""
+    number = 0
+    with open(segment, "rb") as file:
+        while (frames := read_frames(file)) is not None:
+            with contextlib.suppress(RecordError):
+                yield number, decode_trace(frames), frames
+            number += 1

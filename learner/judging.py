@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from learner.batch import Span
 from learner.drafters.base import Drafter
 from learner.estimate import SpanLengths, chain_lengths
-from learner.gate import SpanScore
+from learner.gate import Age, SpanScore
 from learner.replay import SpanKey, span_key
 from rlcore.precision import mixed_precision
 
@@ -38,8 +38,13 @@ def _score(
     return dict(zip(batch, lengths, strict=True))
 
 
-def gate_scores(lengths: Sequence[SpanLengths]) -> list[SpanScore]:
-    return [SpanScore(s.length_sum, s.anchors) for s in lengths]
+def gate_scores(
+    lengths: Sequence[SpanLengths], spans: Sequence[Span], ages: Sequence[Age]
+) -> list[SpanScore]:
+    return [
+        SpanScore(score.length_sum, score.anchors, span.tenant, age, span.prompt_hash)
+        for score, span, age in zip(lengths, spans, ages, strict=True)
+    ]
 
 
 def conditional_rates(lengths: Sequence[SpanLengths]) -> tuple[float, ...]:

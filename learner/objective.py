@@ -1,16 +1,26 @@
-"""The mathematics of draft learning: distillation on committed positions, and acceptance."""
+"""Draft learning as the Trainer sees it: an unroll compared with the target; and acceptance."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from learner.batch import SpanBatch
 from learner.drafters.base import Drafter
+from learner.objectives.chances import Unrolled
+from learner.objectives.losses import ForwardKL, Loss, soft_cross_entropy
+from learner.objectives.outcomes import OutcomeWeights, ServedBatch, nothing_served
 from rlcore.trainer import LossOutput
+
+__all__ = [
+    "DistillObjective",
+    "acceptance",
+    "expected_length",
+    "soft_cross_entropy",
+    "target_logprobs",
+]
 
 
 def target_logprobs(last: Tensor, lm_head_rows: Tensor, lse: Tensor) -> Tensor:
@@ -24,35 +34,6 @@ def target_logprobs(last: Tensor, lm_head_rows: Tensor, lse: Tensor) -> Tensor:
     logits = (last @ lm_head_rows.T).float()
     inside = torch.logsumexp(logits, dim=-1)
     return logits - torch.where(lse.isnan(), inside, lse).unsqueeze(-1)
-
-
-class _SoftCrossEntropy(torch.autograd.Function):
-    """Forward computes the gradient at once: one pass over the logits instead of four."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, p: Tensor, mass: Tensor, weight: Tensor) -> Tensor:
-        logits = logits.float()
-        lse = torch.logsumexp(logits, dim=-1)
-        loss = mass * lse - torch.linalg.vecdot(p, logits)
-        grad = torch.exp(logits - lse.unsqueeze(-1)).mul_((mass * weight).unsqueeze(-1))
-        ctx.save_for_backward(grad.addcmul_(p, weight.unsqueeze(-1), value=-1.0))
-        return torch.dot(loss, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
-        (grad,) = ctx.saved_tensors
-        return grad * grad_outputs[0], None, None, None
-
-
-def soft_cross_entropy(logits: Tensor, p: Tensor, weight: Tensor) -> Tensor:
-    """sum_i weight_i * -sum_{v in D} p_i(v) log q_i(v), a scalar; q = softmax(logits).
-
-    Up to the entropy of p this is P(D) times the forward KL from p renormalised over D: a row
-    counts by how much of the target's mass the draft vocabulary can reach. logits, p [M, V]; weight
-    [M].
-    """
-    result: Tensor = _SoftCrossEntropy.apply(logits, p, p.sum(-1), weight)
-    return result
 
 
 def acceptance(drafter: Drafter, batch: SpanBatch, steps: int) -> tuple[Tensor, Tensor]:
@@ -81,53 +62,67 @@ def expected_length(matches: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DistillObjective:
-    """Soft cross-entropy over an unroll of ``steps`` draft steps, for the Trainer.
+    """A loss over an unroll of ``steps`` draft steps, for the Trainer.
 
-    loss = sum_j decay^j sum_t m_j(t) CE_j(t)  /  sum_j decay^j sum_t m_j(t)
-
-    CE_j(t) compares draft step j of anchor t with the target at row t+1+j. m_j(t) is 1 where that
-    row exists; with ``path="accepted"`` it is also 0 behind the anchor's first mismatch, where the
-    engine would have stopped. ``lm_head_rows`` [V_draft, H] are the target's rows for the
-    drafter's vocabulary.
+    Draft step j of anchor t is compared with the target at row t+1+j, where that row exists.
+    ``lm_head_rows`` [V_draft, H] are the target's rows for the drafter's vocabulary. With
+    ``outcomes``, a step's weight depends on what became of the drafts that were served there; a
+    batch that does not tell (a plain SpanBatch) counts as one in which nothing was drafted.
     """
 
     lm_head_rows: Tensor
     steps: int = 3
-    decay: float = 0.9
-    path: Literal["all", "accepted"] = "all"
+    loss: Loss = field(default_factory=ForwardKL)
+    outcomes: OutcomeWeights | None = None
 
     def __call__(self, module: Drafter, batch: SpanBatch, /) -> LossOutput:
-        steps = self.steps if module.reads_own_states else 1
-        anchors = len(batch.anchor_row)
-        if anchors == 0:
+        if len(batch.anchor_row) == 0:
             return LossOutput(torch.zeros(()), 0.0)
+        unrolled = self.unroll(module, batch)
+        loss, weight = self.loss(unrolled)
+        return LossOutput(loss, weight, _metrics(unrolled))
+
+    def unroll(self, module: Drafter, batch: SpanBatch) -> Unrolled:
+        steps = self.steps if module.reads_own_states else 1
+        judged = torch.stack([batch.judged(j) for j in range(steps)], dim=1)
         # Steps of neighbouring anchors share target rows: compute each row's p once.
         used = torch.zeros_like(batch.loss_mask)
-        rows = []
-        for j in range(steps):
-            row = (batch.anchor_row + 1 + j).clamp(max=used.shape[1] - 1)
-            judged = batch.judged(j)
-            used[batch.anchor_span[judged], row[judged]] = True
-            rows.append(row)
+        rows = batch.anchor_row.unsqueeze(1) + 1 + torch.arange(steps)
+        rows = rows.clamp(max=used.shape[1] - 1)
+        span = batch.anchor_span.unsqueeze(1).expand_as(rows)
+        used[span[judged], rows[judged]] = True
         place = used.flatten().cumsum(0).view(used.shape) - 1
-        p = target_logprobs(batch.last[used], self.lm_head_rows, batch.lse[used]).exp_()
-        mass = p.sum(-1)
+        served = batch.outcomes if isinstance(batch, ServedBatch) else nothing_served(len(judged))
+        weight = judged.float()
+        if self.outcomes is not None:
+            weight = weight * self.outcomes.of(served, judged)
+        tokens = torch.stack([batch.tokens_after(2 + j) for j in range(steps)], dim=1)
+        return Unrolled(
+            logits=[module.logits(hidden) for hidden in module.unroll(batch, steps)],
+            p=target_logprobs(batch.last[used], self.lm_head_rows, batch.lse[used]).exp_(),
+            row=place[span, rows].clamp(min=0),
+            judged=judged,
+            weight=weight,
+            committed=places(module.vocab, tokens),
+            rejected=places(module.vocab, served.rejected),
+            outcomes=served,
+        )
 
-        alive = torch.ones(anchors, dtype=torch.bool)
-        loss = torch.zeros(())
-        weight = 0.0
-        metrics: dict[str, tuple[float, float]] = {}
-        for j, hidden in enumerate(module.unroll(batch, steps)):
-            logits = module.logits(hidden)
-            judged = batch.judged(j)
-            index = place[batch.anchor_span, rows[j]]
-            counted = judged & alive if self.path == "accepted" else judged
-            factor = self.decay**j * counted.float()
-            loss = loss + _SoftCrossEntropy.apply(logits, p[index], mass[index], factor)
-            weight += float(factor.sum())
-            proposed = module.vocab[logits.detach().argmax(-1)]
-            reached = judged & alive
-            alive = reached & (proposed == batch.tokens_after(2 + j))
-            metrics[f"accept_{j}"] = (float(alive.sum()), float(reached.sum()))
-        metrics["coverage"] = (float(mass.sum()), float(len(mass)))
-        return LossOutput(loss, weight, metrics)
+
+def places(vocab: Tensor, tokens: Tensor) -> Tensor:
+    """Index of each target id in the ascending ``vocab``, -1 where it is not in it."""
+    place = torch.searchsorted(vocab, tokens).clamp(max=len(vocab) - 1)
+    return torch.where(vocab[place] == tokens, place, -1)
+
+
+@torch.no_grad()
+def _metrics(unrolled: Unrolled) -> dict[str, tuple[float, float]]:
+    """Greedy acceptance by step along the committed tokens, and the target's mass inside D."""
+    alive = torch.ones(len(unrolled.judged), dtype=torch.bool)
+    metrics: dict[str, tuple[float, float]] = {}
+    for j, logits in enumerate(unrolled.logits):
+        reached = unrolled.judged[:, j] & alive
+        alive = reached & (logits.argmax(-1) == unrolled.committed[:, j])
+        metrics[f"accept_{j}"] = (float(alive.sum()), float(reached.sum()))
+    metrics["coverage"] = (float(unrolled.p.sum()), float(len(unrolled.p)))
+    return metrics

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from safetensors import safe_open
 
-from learner.batch import Span
 from learner.drafters.base import Drafter
 from learner.gate import FEWEST_SPANS, Judgement, judge
 from learner.judging import LiveScores, conditional_rates, gate_scores, score_spans
+from learner.replay import Replay
 from learner.session import TrainingSession
 from rlcore.log import get_logger
 from rlcore.records import DraftManifest
-from rlcore.settings import LearnSettings
+from rlcore.settings import DrafterSettings
 from rlcore.weights import WEIGHTS, WeightError, WeightStore
 
 log = get_logger("learner")
@@ -28,7 +26,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 class Publisher:
     """Owns the learner's weight store."""
 
-    def __init__(self, settings: LearnSettings, store: WeightStore) -> None:
+    def __init__(self, settings: DrafterSettings, store: WeightStore) -> None:
         self._method = settings.method
         self._steps = settings.speculative_tokens
         self._gate_tokens = settings.gate_tokens
@@ -38,10 +36,14 @@ class Publisher:
         self.last_version = 0
         """The highest version number that any side has used."""
 
-    def due(self, session: TrainingSession, spans: Sequence[Span]) -> bool:
-        """Whether there is something new to judge, and enough to judge it on."""
+    def due(self, session: TrainingSession, replay: Replay) -> bool:
+        """Whether there is something new to judge, and enough recent traffic to judge it on."""
         # An anchor with fewer than K known tokens behind it cannot be judged.
-        judged = [max(0, span.anchors - self._steps + 1) for span in spans]
+        judged = [
+            max(0, span.anchors - self._steps + 1)
+            for span in replay.heldout()
+            if replay.heldout_slice(span) == "recent"
+        ]
         enough = sum(judged) >= self._gate_tokens and sum(map(bool, judged)) >= FEWEST_SPANS
         return enough and session.trainer.updates != self._updates_judged
 
@@ -50,13 +52,25 @@ class Publisher:
         session: TrainingSession,
         live_version: int,
         live: Drafter,
-        spans: Sequence[Span],
+        replay: Replay,
+        least_gain: float,
     ) -> tuple[Judgement, DraftManifest | None]:
-        """The verdict on the session's present weights, and the version made of them if they won."""
+        """The verdict on the session's present weights, and the version made of them if they won.
+
+        ``least_gain``: acceptance length that pays for a swap.
+        """
         self._updates_judged = session.trainer.updates
-        mine = score_spans(session.drafter.eval(), spans, self._steps)
+        spans = replay.heldout()
+        ages = [replay.heldout_slice(span) for span in spans]
+        with session.candidate() as candidate:
+            mine = score_spans(candidate, spans, self._steps)
         theirs = self._live_scores.of(live_version, live, spans, self._steps)
-        verdict = judge(gate_scores(mine), gate_scores(theirs), self._gate_tokens)
+        verdict = judge(
+            gate_scores(mine, spans, ages),
+            gate_scores(theirs, spans, ages),
+            self._gate_tokens,
+            least_gain,
+        )
         log.info(
             "candidate judged",
             length=round(verdict.candidate_length, 3),
@@ -64,6 +78,7 @@ class Publisher:
             gain_at_least=round(verdict.gain_lower, 4),
             heldout_tokens=verdict.tokens,
             result=verdict.reason,
+            slices={s.name: round(s.gain, 3) for s in verdict.slices},
         )
         manifest = None
         if verdict.promote:
@@ -96,7 +111,8 @@ class Publisher:
             parent_length=verdict.live_length,
             gain_lower=verdict.gain_lower,
         )
-        tensors, config = session.drafter.export(self._dtype_of(parent))
+        with session.candidate() as candidate:
+            tensors, config = candidate.export(self._dtype_of(parent))
         try:
             manifest = self.store.publish(tensors, config, manifest)
         except WeightError as error:

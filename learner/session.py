@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from learner.batch import Span, SpanBatch, collate
 from learner.drafters.base import Drafter
@@ -15,17 +20,25 @@ from learner.vocabulary import TrafficCounts, follow_traffic
 from rlcore.checkpoint import load_checkpoint, save_checkpoint
 from rlcore.optim import MuonAdamW
 from rlcore.precision import mixed_precision
-from rlcore.settings import LearnSettings
+from rlcore.settings import DrafterSettings
 from rlcore.trainer import LossOutput, Objective, Trainer, UpdateMetrics
 
 MICRO_BATCH_ROWS = 768
 """Padded rows that go through the drafter at once; bounds memory, not the update's size."""
 
+AVERAGE_HALF_LIFE = 10.0
+"""Updates after which a past state of the weights counts half in the average that is judged."""
+
+ORTHOGONALISE_BLOCK = 192
+"""Width of the pieces that Muon orthogonalises: less than half the time of whole matrices."""
+
+HEAD = "lm_head.weight"
+
 
 class TrainingSession:
     """Configures the one Trainer of the project for a drafter."""
 
-    def __init__(self, drafter: Drafter, target: Target, settings: LearnSettings) -> None:
+    def __init__(self, drafter: Drafter, target: Target, settings: DrafterSettings) -> None:
         self.drafter = drafter
         self.target = target
         self._steps = settings.unroll or settings.speculative_tokens
@@ -35,8 +48,12 @@ class TrainingSession:
             drafter,
             self._objective(),
             MuonAdamW(
-                drafter.named_parameters(), muon_lr=settings.lr_matrix, adamw_lr=settings.lr_other
+                drafter.named_parameters(),
+                muon_lr=settings.lr_matrix,
+                adamw_lr=settings.lr_other,
+                orthogonalise_block=ORTHOGONALISE_BLOCK,
             ),
+            average_half_life=AVERAGE_HALF_LIFE,
             seed=settings.seed,
         )
 
@@ -57,14 +74,36 @@ class TrainingSession:
         self.tokens_seen += sum(span.anchors for span in spans)
         return metrics
 
+    @contextmanager
+    def candidate(self) -> Iterator[Drafter]:
+        """The drafter as it is judged and published: averaged weights, in evaluation mode."""
+        self.drafter.eval()
+        with self.trainer.averaged() as drafter:
+            yield drafter
+
     def follow_traffic(self) -> int:
         """Move the draft vocabulary to what was seen; the number of tokens that came in."""
+        before = self.drafter.vocab
         changed = follow_traffic(
             self.drafter, self.target, self.counts.counts, self.trainer.optimizer
         )
         if changed:
+            self._move_average(before)
             self.trainer.objective = self._objective()
         return changed
+
+    def _move_average(self, before: Tensor) -> None:
+        """Rows of tokens that stay move to their new places; the others start at the weights'."""
+        place = torch.searchsorted(before, self.drafter.vocab).clamp(max=len(before) - 1)
+        stays = (before[place] == self.drafter.vocab).unsqueeze(1)
+        weight = self.trainer.optimizer.parameters[HEAD].detach()
+        average = self.trainer.average[HEAD]
+        average.copy_(torch.where(stays, average[place], weight))
+
+    def take_counters(self, other: Self) -> None:
+        """What was counted by the session that this one follows; its weights are not taken."""
+        self.counts = other.counts
+        self.tokens_seen = other.tokens_seen
 
     def save(self, folder: Path, facts: dict[str, Any]) -> None:
         """Raises OSError when the disk cannot take it; the checkpoint before stays then."""
@@ -108,3 +147,19 @@ def micro_batches(spans: list[Span]) -> list[list[Span]]:
 
 def use_threads(count: int) -> None:
     torch.set_num_threads(count)
+
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's mallopt (malloc.h)."""
+
+
+def keep_freed_memory() -> None:
+    """Have glibc reuse freed tensors of up to 32 MB in place of giving them back to the system.
+
+    By default each is mapped anew and its pages are zeroed at first touch, for every tensor of every
+    update. Elsewhere than on Linux this does nothing.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(M_TRIM_THRESHOLD, 512 << 20)

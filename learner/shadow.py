@@ -1,9 +1,8 @@
-"""What another drafter would have got out of the very steps that the live version took.
+"""What another drafter would have got out of the very tokens that the live version served.
 
-The engine holds one drafter, so its predecessor cannot draft beside it. But the predecessor's chain at
-each anchor the engine stood at can be replayed from the trace, and compared with the committed
-tokens. Both lengths belong to the same step, so the comparison is paired: the live one is what
-happened, the other an unbiased estimate of what would have happened (see ``objective.acceptance``).
+The engine holds one drafter, so its predecessor cannot draft beside it. But its chain at every anchor
+can be replayed from the trace and compared with the committed tokens (see ``objective.acceptance``), so
+that its steps over the same tokens can be counted: each starts where the one before ended.
 """
 
 from __future__ import annotations
@@ -16,42 +15,64 @@ from learner.batch import Span, collate
 from learner.drafters.base import Drafter
 from learner.objective import acceptance, expected_length
 from rlcore.precision import mixed_precision
+from rlcore.records import VerifyStep
 
 
 @dataclass(frozen=True)
 class PairedSteps:
-    """Sums over the steps of one span that can be compared."""
+    """Steps that two drafters need for the same ``tokens``."""
 
-    steps: int
+    tokens: int
     live: int
-    """Tokens that the live version's steps emitted, bonus included."""
-    other: int
-    """Tokens that the other drafter would have emitted at the same anchors."""
+    other: float
+    """The last of them counts by the share of it that lies within the tokens."""
 
 
 @torch.inference_mode()
-def shadow(other: Drafter, span: Span, live_version: int, steps: int) -> PairedSteps:
-    """Compare ``other`` with the ``live_version`` at its steps in the span, K = ``steps``.
+def shadow(other: Drafter, span: Span, live_version: int, steps: int) -> PairedSteps | None:
+    """Compare ``other`` with the ``live_version`` over the span, K = ``steps``.
 
-    Left out are steps of other versions, steps whose drafts were cut short, and those so near the
-    span's end that not all of a chain's K proposals have a committed token to be compared with.
+    They are compared from the first drafting step on, as far as the live version drafted K tokens
+    in every step and the span holds the target's rows for all of them. None when the span does not
+    begin with its prompt (then the context that the engine's drafter had is not in it), or another
+    version drafted first.
     """
+    if span.first_position >= span.prompt_length:
+        return None
+    drafting = [i for i, step in enumerate(span.steps) if step.draft_ids]
+    if not drafting:
+        return None
     batch = collate([span], with_aux=other.needs_aux)
     with mixed_precision():
         matches, mask = acceptance(other, batch, steps)
-    lengths = expected_length(matches).tolist()
-    whole = mask[:, -1].tolist()
-    count = live = theirs = 0
-    for step in span.steps:
-        # The step at position p drafted from anchor row p - 2 (see drafters/base.py).
-        anchor = step.position - 2 - span.first_position - span.first_anchor
-        if step.draft_version != live_version or len(step.draft_ids) != steps:
-            continue
-        if 0 <= anchor < len(lengths) and whole[anchor]:
-            count += 1
-            live += step.accepted + 1
-            theirs += lengths[anchor]
-    return PairedSteps(count, live, theirs)
+    judged = int(mask[:, -1].sum())
+    run = []
+    for step in span.steps[drafting[0] :]:
+        fits = step.draft_version == live_version and len(step.draft_ids) == steps
+        if not fits or _anchor(span, step) >= judged:
+            break
+        run.append(step)
+    if not run:
+        return None
+    tokens = sum(step.accepted + 1 for step in run)
+    start = _anchor(span, run[0])
+    lengths = expected_length(matches)[start:judged].tolist()
+    return PairedSteps(tokens, len(run), _walk(lengths, tokens))
+
+
+def _anchor(span: Span, step: VerifyStep) -> int:
+    """Among the span's anchors: a step at position p drafts from row p - 2 (see drafters/base.py)."""
+    return step.position - 2 - span.first_position - span.first_anchor
+
+
+def _walk(lengths: list[int], tokens: int) -> float:
+    """Steps that it takes to emit ``tokens``; beyond the known lengths one is taken as the last."""
+    at, steps = 0, 0.0
+    while at < tokens:
+        length = lengths[min(at, len(lengths) - 1)]
+        steps += min(1.0, (tokens - at) / length)
+        at += length
+    return steps
 
 
 def drafted(span: Span, live_version: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ SUMMARIES = {
     "record": "keep a server's traces in a file, to learn from them again",
     "models": "list, make and verify models and drafts in the home folder",
     "config": "print the settings a command would run with",
+    "bench": "compare servers on the same requests: no speculation, frozen and learning drafters",
 }
 """Said without importing the commands, some of which take seconds to import."""
 

@@ -31,8 +31,9 @@ POLAR_EXPRESS = [
 def orthogonalise(matrix: Tensor, steps: int) -> Tensor:
     """About U V^T of ``matrix`` [m, n] = U S V^T, in bfloat16 where that is fast.
 
-    ``steps`` odd polynomials of degree five; each costs 4 m^2 n + 2 m^3 operations (m <= n), which
-    is most of an update's time when batches are small. Small singular values are left short of 1.
+    ``steps`` odd polynomials of degree five; each costs 4 m^2 n + 2 m^3 operations (m <= n). Small
+    singular values are left short of 1. (Iterating on X X^T alone costs less, but in bfloat16 its
+    rounding errors grow without bound where X is of low rank.)
     """
     fast = matrix.is_cuda or bfloat16_is_fast()
     x = matrix.to(torch.bfloat16 if fast else torch.float32)
@@ -40,26 +41,44 @@ def orthogonalise(matrix: Tensor, steps: int) -> Tensor:
     if tall:
         x = x.T
     # 1e-7 keeps a matrix of zeros what it is.
-    x = x / (_SAFETY * x.norm().float() + 1e-7).to(x.dtype)
+    x = x / (_SAFETY * matrix.norm() + 1e-7).to(x.dtype)
     for a, b, c in POLAR_EXPRESS[:steps]:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
 
 
+def orthogonalise_blocks(matrix: Tensor, steps: int, block: int | None) -> Tensor:
+    """``orthogonalise`` of pieces of the shorter side, each about ``block`` wide; None: the whole.
+
+    The time grows with the square of that side, and is most of an update's when batches are small.
+    """
+    if block is None:
+        return orthogonalise(matrix, steps)
+    side = 0 if matrix.shape[0] <= matrix.shape[1] else 1
+    pieces = max(1, round(matrix.shape[side] / block))
+    return torch.cat([orthogonalise(p, steps) for p in matrix.chunk(pieces, side)], dim=side)
+
+
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, orthogonalised (Jordan et al. 2024). ``torch.optim.Muon`` is the same with
-    one polynomial for all steps, of which it needs more; here ``steps`` is at most five."""
+    """Nesterov momentum, orthogonalised (Jordan et al. 2024), in at most five ``steps``.
+
+    ``torch.optim.Muon`` has one polynomial for all steps and needs more of them, and no blocks.
+    """
 
     def __init__(
-        self, params: Iterable[nn.Parameter], lr: float, weight_decay: float, momentum: float,
+        self,
+        params: Iterable[nn.Parameter],
+        *,
+        lr: float,
+        weight_decay: float,
+        momentum: float,
         steps: int,
-    ) -> None:  # fmt: skip
+        block: int | None,
+    ) -> None:
         if not 1 <= steps <= len(POLAR_EXPRESS):
-            raise ValueError(
-                f"{steps} orthogonalisation steps; 1 to {len(POLAR_EXPRESS)} are known"
-            )
-        self._steps = steps
+            raise ValueError(f"{steps} steps to orthogonalise; 1 to {len(POLAR_EXPRESS)} are known")
+        self._steps, self._block = steps, block
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
@@ -73,9 +92,8 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
                 average = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
-                direction = orthogonalise(
-                    parameter.grad.lerp_(average, group["momentum"]), self._steps
-                )
+                momentum = parameter.grad.lerp_(average, group["momentum"])
+                direction = orthogonalise_blocks(momentum, self._steps, self._block)
                 rows, columns = parameter.shape
                 rate = group["lr"] * max(1.0, rows / columns) ** 0.5
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
@@ -98,6 +116,7 @@ class MuonAdamW:
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.95),
         orthogonalise_steps: int = 3,
+        orthogonalise_block: int | None = None,
     ) -> None:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         hidden: list[nn.Parameter] = []
@@ -107,7 +126,14 @@ class MuonAdamW:
             (hidden if matrix else rest).append(parameter)
         self._parts: list[tuple[torch.optim.Optimizer, float]] = []
         if hidden:
-            muon = Muon(hidden, muon_lr, weight_decay, momentum, orthogonalise_steps)
+            muon = Muon(
+                hidden,
+                lr=muon_lr,
+                weight_decay=weight_decay,
+                momentum=momentum,
+                steps=orthogonalise_steps,
+                block=orthogonalise_block,
+            )
             self._parts.append((muon, muon_lr))
         if rest:
             adamw = torch.optim.AdamW(

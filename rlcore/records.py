@@ -260,6 +260,13 @@ class LearnerReport(msgspec.Struct, tag="learner_report", tag_field="kind"):
     live_length: float | None = None
     published: int = 0
     judged: int = 0
+    rolled_back: int = 0
+    drifts: int = 0
+    lr_scale: float = 1.0
+    """Share of the learning rates that is in use."""
+    publish_interval_s: float = 0.0
+    pace: str = ""
+    """Why they are what they are."""
     tokens_per_second: float = 0.0
     schema: int = SCHEMA_VERSION
 
@@ -308,6 +315,8 @@ class Verdict(msgspec.Struct, tag="verdict", tag_field="kind"):
     live: bool
     live_version: int
     error: str | None = None
+    seconds: float = 0.0
+    """The engine stood still for it."""
     schema: int = SCHEMA_VERSION
 
 

@@ -50,7 +50,11 @@ class LearningOptions(BaseModel, extra="forbid"):
         8.0, gt=0, description="Trained positions per received position, at most"
     )
     heldout_share: float = Field(0.15, gt=0, lt=1, description="Share of prompts never trained on")
-    publish_interval_s: float = Field(60.0, gt=0, description="Seconds between two judgements")
+    publish_interval_s: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds between two judgements; default: from the measured gain and cost",
+    )
     gate_tokens: int = Field(5000, ge=100, description="Held-out tokens a judgement needs")
     checkpoint_interval_s: float = Field(120.0, gt=0, description="Seconds between two checkpoints")
     threads: int = Field(1, ge=1, description="Threads of the learner")

@@ -111,7 +111,7 @@ class LearnerLink:
     async def _promote(self, announce: Announce) -> None:
         """Fetch, check, swap, answer. The learner's gate has passed it; this side may still refuse."""
         version = announce.manifest.version
-        error = None
+        error, seconds = None, 0.0
         try:
             if version in self._drafts.store.versions():
                 raise DraftError(f"version {version} exists already")
@@ -121,25 +121,25 @@ class LearnerLink:
                     f"but {self._drafts.live} is live now"
                 )
             await self._fetch(version)
-            await self._drafts.activate(version, "promoted")
+            seconds = await self._drafts.activate(version, "promoted")
         except (DraftError, WeightError) as failure:
             error = str(failure)
             log.warning("an announced draft was refused", version=version, reason=error)
-        verdict = Verdict(version, error is None, self._drafts.live, error)
+        verdict = Verdict(version, error is None, self._drafts.live, error, seconds)
         await self._send(verdict)
 
     async def _go_back(self, order: Retreat) -> None:
         """The learner's watch found the live version worse than an earlier one."""
-        error = None
+        error, seconds = None, 0.0
         try:
             if order.version != self._drafts.live:
                 raise DraftError(f"version {order.version} is not live any more")
-            await self._drafts.activate(order.to, "rolled_back", order.reason)
+            seconds = await self._drafts.activate(order.to, "rolled_back", order.reason)
             log.warning("rolled back", version=order.version, live=order.to, reason=order.reason)
         except DraftError as failure:
             error = str(failure)
             log.error("could not roll back", version=order.version, reason=error)
-        await self._send(Verdict(order.to, error is None, self._drafts.live, error))
+        await self._send(Verdict(order.to, error is None, self._drafts.live, error, seconds))
 
     async def _fetch(self, version: int) -> None:
         awaited = self._awaited[version] = asyncio.get_running_loop().create_future()

@@ -105,7 +105,8 @@ def served(
     method = request.param
     folder = tmp_path_factory.mktemp(method)
     if method == "learning":
-        flags = ["--target", str(embedded_model), "--max-model-len", "512", *QUICK_LEARNING]
+        flags = ["--target", str(embedded_model), "--draft", "none", "--max-model-len", "512"]
+        flags += QUICK_LEARNING
         with ServerProcess(folder / "home", flags, env=ONE_THREAD, start_deadline_s=240) as server:
             yield Served(server, None, embedded_model, "eagle3")
         return

@@ -29,6 +29,9 @@ SYSTEM = (
 )
 """What the embedded model's chat template puts before the first turn."""
 
+PROMPT_TEMPERATURE = 0.85
+"""Below 1 in place of top-p, which sorts the whole vocabulary on a CPU."""
+
 PASSAGE = "Write a news report about {topic}. Write only the report."
 NO_LEARNING = {"x-paceline-learn": "false"}
 TEMPERATURES = ((0.0, 0.6), (0.7, 0.25), (1.0, 0.15))
@@ -126,8 +129,7 @@ class Traffic:
         response = await self._client.completions.create(
             model=self._model,
             prompt=f"{SYSTEM}{before}<|im_start|>user\n{lead}",
-            temperature=1.0,
-            top_p=0.95,
+            temperature=PROMPT_TEMPERATURE,
             max_tokens=max_tokens,
             stop=["<|im_end|>"],
             extra_headers=NO_LEARNING,
@@ -162,9 +164,7 @@ class Traffic:
 
 async def generate(args: argparse.Namespace, taken: set[str], out: TextIO) -> Traffic:
     async with make_client(args.url) as client:
-        traffic = Traffic(
-            client, await served_model(client), args.tokens, args.seed, taken, out
-        )
+        traffic = Traffic(client, await served_model(client), args.tokens, args.seed, taken, out)
         started = time.monotonic()
 
         async def progress() -> None:
@@ -186,7 +186,9 @@ async def generate(args: argparse.Namespace, taken: set[str], out: TextIO) -> Tr
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m clients.selfplay.generate", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m clients.selfplay.generate", description=__doc__
+    )
     parser.add_argument("--url", required=True, help="the server's OpenAI base URL, ending in /v1")
     parser.add_argument("--tokens", type=int, required=True, help="answer tokens to be served")
     parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl")

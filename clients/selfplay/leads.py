@@ -20,7 +20,20 @@ TOPICS = (
     "a politician who resigned", "solar power", "working from home", "a missing painting", "snow",
 )  # fmt: skip
 
-GERMAN = ("Der", "Die", "Das", "Wir", "Es ist", "In", "Nach", "Ich", "Man", "Im Jahr", "Viele", "Aber")
+GERMAN = (
+    "Der",
+    "Die",
+    "Das",
+    "Wir",
+    "Es ist",
+    "In",
+    "Nach",
+    "Ich",
+    "Man",
+    "Im Jahr",
+    "Viele",
+    "Aber",
+)
 
 THINGS = (
     "apples", "books", "pencils", "tickets", "cookies", "stamps", "chairs", "miles", "dollars", "fish",
@@ -42,7 +55,17 @@ CODE = (
     "Explain what this function does:\n\n```python\ndef ",
 )
 
-QUESTIONS = ("Who ", "When ", "Where ", "What is ", "How many ", "Why ", "Which ", "How do ", "What are ")
+QUESTIONS = (
+    "Who ",
+    "When ",
+    "Where ",
+    "What is ",
+    "How many ",
+    "Why ",
+    "Which ",
+    "How do ",
+    "What are ",
+)
 
 INSTRUCTIONS = (
     "Write a short story about ", "Give me a list of ", "Rewrite the following sentence ", "Explain ",

@@ -13,18 +13,14 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from learner.batch import SpanBatch
+from learner.drafters.attention import SpanRange, attend
 from learner.drafters.base import Drafter, Exported
 from learner.drafters.eagle3_folder import aux_layers, read_head
 from learner.target import Target, choose_vocab, prior_counts
-
-QUERY_BLOCK = 512
-"""Anchors of one span whose attention is computed at once. Longer spans go block by block and are
-recomputed in the backward pass, so that memory grows with the span, not with its square."""
 
 _LAYER_KEYS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -155,30 +151,37 @@ class Eagle3(Drafter):
         if batch.aux is None:
             raise ValueError("an EAGLE-3 head needs the auxiliary states")
         attention = self.midlayer.self_attn
-        rows = torch.arange(batch.aux.shape[1])
+        # Rows that an anchor can read, of all spans one after another: no padding is computed.
+        read = batch.lengths - 1
+        real = torch.arange(batch.aux.shape[1]) < read.unsqueeze(1)
+        starts = read.cumsum(0) - read
         # Under autocast the matrices run in bfloat16; the residual stream stays float32.
-        features = self.fc(batch.aux).float()
-        pair, residual = self._pair(batch.token_ids[:, 1:], features)
-        cos, sin = self._angles(pair, batch.positions[:, None] + rows)
+        features = self.fc(batch.aux[real]).float()
+        pair, residual = self._pair(batch.token_ids[:, 1:][real], features)
+        rows = torch.arange(batch.aux.shape[1])
+        cos, sin = self._angles((batch.positions.unsqueeze(1) + rows)[real])
         keys = _rotate(_heads(attention.k_proj(pair), attention.head_dim), cos, sin)
         values = _heads(attention.v_proj(pair), attention.head_dim)
+        spans = [
+            SpanRange(anchor, count, start, first)
+            for start, (anchor, first, count) in zip(
+                starts.tolist(), batch.anchor_ranges(), strict=True
+            )
+        ]
 
         # Rows before an anchor give keys and values only; all else is computed for anchors.
-        at = (batch.anchor_span, batch.anchor_row)
+        at = starts[batch.anchor_span] + batch.anchor_row
         pair, residual = pair[at], residual[at]
         position = batch.positions[batch.anchor_span] + batch.anchor_row
-        own_keys: list[Tensor] = []
-        own_values: list[Tensor] = []
+        own: list[tuple[Tensor, Tensor]] = []
         outputs: list[Tensor] = []
         for step in range(steps):
-            cos, sin = self._angles(pair, position + step)
+            cos, sin = self._angles(position + step)
             query = _rotate(_heads(attention.q_proj(pair), attention.head_dim), cos, sin)
             if step > 0:
-                own_keys.append(
-                    _rotate(_heads(attention.k_proj(pair), attention.head_dim), cos, sin)
-                )
-                own_values.append(_heads(attention.v_proj(pair), attention.head_dim))
-            mixed = self._attend(batch, query, keys, values, own_keys, own_values)
+                key = _rotate(_heads(attention.k_proj(pair), attention.head_dim), cos, sin)
+                own.append((key, _heads(attention.v_proj(pair), attention.head_dim)))
+            mixed = attend(query, keys, values, own, spans)
             residual = residual + attention.o_proj(mixed)
             normed = self.midlayer.post_attention_layernorm(residual)
             residual = residual + self.midlayer.mlp(normed)
@@ -196,43 +199,16 @@ class Eagle3(Drafter):
         pair = torch.cat([embeds.to(normed.dtype), normed], dim=-1)
         return pair, normed if self.norm_before_residual else hidden
 
-    def _angles(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [..., 1, head_dim] at absolute positions [...]."""
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [..., 1, head_dim] float32 at absolute positions [...]."""
         flat = positions.reshape(1, -1)
-        cos, sin = self.rotary(like, flat)
+        cos, sin = self.rotary(self.norm.weight, flat)
         shape = (*positions.shape, 1, cos.shape[-1])
         return cos.view(shape), sin.view(shape)
 
-    def _attend(
-        self,
-        batch: SpanBatch,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        own_keys: list[Tensor],
-        own_values: list[Tensor],
-    ) -> Tensor:
-        """Attention of the anchors, [N, heads * head_dim]: causal over their span's rows, and each
-        over its own earlier steps. query [N, heads, d]; keys, values [B, S, kv, d]; own [N, kv, d].
-        """
-        mixed = []
-        for b, (start, row, count) in enumerate(batch.anchor_ranges()):
-            for first in range(0, count, QUERY_BLOCK):
-                size = min(QUERY_BLOCK, count - first)
-                part = slice(start + first, start + first + size)
-                end = row + first + size
-                args = (
-                    query[part], keys[b, :end], values[b, :end],
-                    [k[part] for k in own_keys], [v[part] for v in own_values],
-                )  # fmt: skip
-                if count > QUERY_BLOCK and torch.is_grad_enabled():
-                    mixed.append(checkpoint(_attend_block, *args, use_reentrant=False))
-                else:
-                    mixed.append(_attend_block(*args))
-        return torch.cat(mixed)
-
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(hidden)
+        # argmax and softmax are several times faster in float32 than in bfloat16 on a CPU.
+        return self.lm_head(hidden).float()
 
     def export(self, dtype: torch.dtype = torch.float32) -> Exported:
         tensors = {k: v.detach().to(dtype).contiguous() for k, v in self.named_parameters()}
@@ -261,20 +237,3 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Neox-style rotary embedding of x [..., heads, d]."""
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-right, left], dim=-1) * sin
-
-
-def _attend_block(
-    query: Tensor, keys: Tensor, values: Tensor, own_keys: list[Tensor], own_values: list[Tensor]
-) -> Tensor:
-    """query [n, heads, d]: the last n rows of keys [m, kv, d]; own [n, kv, d] each."""
-    (n, heads, dim), (m, kv, _) = query.shape, keys.shape
-    query = query.view(n, kv, heads // kv, dim) * dim**-0.5
-    scores = torch.einsum("nkgd,mkd->kgnm", query, keys)
-    hidden = torch.ones(n, m, dtype=torch.bool).triu(m - n + 1)
-    scores = scores.masked_fill(hidden, -torch.inf)
-    own = [torch.einsum("nkgd,nkd->kgn", query, key).unsqueeze(-1) for key in own_keys]
-    weights = torch.cat([scores, *own], dim=-1).softmax(-1)
-    mixed = torch.einsum("kgnm,mkd->nkgd", weights[..., :m], values)
-    for i, value in enumerate(own_values):
-        mixed = mixed + weights[..., m + i].permute(2, 0, 1).unsqueeze(-1) * value.unsqueeze(2)
-    return mixed.reshape(n, heads * dim)

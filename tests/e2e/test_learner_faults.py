@@ -78,8 +78,9 @@ class LearnerUnderTest:
                 TensorSpec("logsumexp", "float32", (rows,)),
             ],
         )  # fmt: skip
-        frames = [torch.ones(spec.shape).numpy().tobytes() for spec in trace.tensors]
-        return [encode(trace), *frames]
+        aux, last = torch.ones(rows, 3 * HIDDEN), torch.ones(rows, HIDDEN)
+        lse = torch.logsumexp(last @ self.target.lm_head.T, dim=-1)
+        return [encode(trace), *(tensor.numpy().tobytes() for tensor in (aux, last, lse))]
 
     def changed(self, **fields: Any) -> list[bytes]:
         header, *frames = self.good()
@@ -169,6 +170,7 @@ def nonsense(learner: LearnerUnderTest) -> list[tuple[str, list[bytes]]]:
         ("target_version", learner.changed(target_version=1)),
         ("not_finite", [header, aux, nan, lse]),
         ("nothing_new", learner.changed(prompt_length=13)),
+        ("logsumexp", [*learner.good()[:3], torch.full((12,), 3.0).numpy().tobytes()]),
     ]
 
 

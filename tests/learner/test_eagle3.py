@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import silu
 
-import learner.drafters.eagle3 as eagle3
+import learner.drafters.attention as attention
 from learner.batch import collate
 from learner.drafters.eagle3 import Eagle3
 from learner.estimate import replay_drafts
@@ -104,7 +104,7 @@ class Naive:
 @pytest.mark.parametrize("own_tokens", [False, True])
 @pytest.mark.parametrize("block", [512, 3])
 def test_unroll_equals_drafting_one_position_at_a_time(world, own_tokens, block, monkeypatch):
-    monkeypatch.setattr(eagle3, "QUERY_BLOCK", block)
+    monkeypatch.setattr(attention, "QUERY_BLOCK", block)
     model, target = world
     head = shaken(target)
     naive = Naive(head, theta=5000.0)
@@ -127,7 +127,7 @@ def test_blockwise_attention_has_the_same_gradient(world, monkeypatch):
     batch = collate([make_span(model, 14, 3)], with_aux=True)
     grads = []
     for block in (512, 4):
-        monkeypatch.setattr(eagle3, "QUERY_BLOCK", block)
+        monkeypatch.setattr(attention, "QUERY_BLOCK", block)
         head = shaken(target)
         torch.stack(head.unroll(batch, 3)).square().sum().backward()
         grads.append(head.midlayer.self_attn.k_proj.weight.grad)

@@ -112,3 +112,76 @@ def test_a_full_disk_is_an_os_error_and_nothing_follows_the_torn_record(tmp_path
     journal.close()
     assert len(journal.segments()) == 2
     assert names(tmp_path) == ["r0", "r2"]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=60),
+    st.integers(3000, 9000),
+)
+def test_what_is_wanted_outlives_its_segment_within_the_budget(folder, what, budget):
+    root = Path(tempfile.mkdtemp(dir=folder))
+    segment_bytes, messages = 600, [message(i, n) for i, (n, _) in enumerate(what)]
+    sizes = [4 + sum(8 + len(f) for f in frames) for frames in messages]
+    # Only the newest of the wanted ones that fit into half the budget are.
+    wanted: set[str] = set()
+    room = budget // 2
+    for i in reversed(range(len(what))):
+        if what[i][1] and sizes[i] <= room:
+            wanted.add(f"r{i}")
+            room -= sizes[i]
+    with mock.patch.object(journal_module, "SEGMENT_BYTES", segment_bytes):
+        journal = Journal(root, budget, lambda trace: trace.request_id in wanted)
+        for frames in messages:
+            journal.append(frames)
+        journal.close()
+    kept = names(root)
+    assert wanted <= set(kept)
+    assert len(kept) == len(set(kept))
+    used = sum(s.stat().st_size for s in Journal(root, budget).segments())
+    assert used <= budget + segment_bytes + 2 * max(sizes)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(0, 29), st.booleans())
+def test_marks_tell_before_from_after_across_segments_and_restarts(folder, rows, cut, restart):
+    root = Path(tempfile.mkdtemp(dir=folder))
+    with mock.patch.object(journal_module, "SEGMENT_BYTES", 600):
+        journal = Journal(root, 10**9)
+        end = journal.end
+        for i, n in enumerate(rows):
+            if i == min(cut, len(rows) - 1):
+                end = journal.end
+                if restart:
+                    journal.close()
+                    journal = Journal(root, 10**9)
+            journal.append(message(i, n))
+        journal.close()
+    after = [trace.request_id for mark, trace, _ in journal.read_marked() if mark >= end]
+    assert after == [f"r{i}" for i in range(min(cut, len(rows) - 1), len(rows))]
+
+
+def test_a_disk_that_fills_up_while_the_wanted_are_copied_loses_none_of_them(tmp_path):
+    with mock.patch.object(journal_module, "SEGMENT_BYTES", 600):
+        journal = Journal(tmp_path, 2000, lambda trace: trace.request_id in {"r0", "r1"})
+        for i in range(8):
+            journal.append(message(i, 20))
+        real = Journal._write
+        calls = []
+
+        def full(self, frames):
+            calls.append(len(frames))
+            if len(calls) % 3 == 0:
+                raise OSError(28, "No space left on device")
+            real(self, frames)
+
+        failed = 0
+        with mock.patch.object(Journal, "_write", full):
+            for i in range(8, 40):
+                try:
+                    journal.append(message(i, 20))
+                except OSError:
+                    failed += 1
+        journal.close()
+    assert failed > 3
+    assert {"r0", "r1"} <= set(names(tmp_path))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.batch import Span, collate
+from learner.batch import Span, SpanBatch, collate
 from learner.drafters.eagle3 import Eagle3
 from learner.estimate import chain_lengths
 from learner.objective import (
@@ -17,9 +17,12 @@ from learner.objective import (
     soft_cross_entropy,
     target_logprobs,
 )
+from learner.objectives.losses import ForwardKL
+from learner.objectives.named import RECIPES, ObjectiveError, recipe
+from learner.objectives.outcomes import OutcomeWeights, ServedBatch
 from learner.target import Target
 from rlcore.optim import MuonAdamW
-from rlcore.records import RecordError, Sampling, TensorSpec, VerifyTrace
+from rlcore.records import RecordError, Sampling, TensorSpec, VerifyStep, VerifyTrace
 from rlcore.trainer import Trainer
 from tests.learner.tiny import HIDDEN, VOCAB, make_span, make_target
 
@@ -110,23 +113,78 @@ def test_the_loss_is_that_of_its_formula(world):
             if row + 1 + j < span.rows:
                 p = torch.softmax(model.lm_head(span.last[row + 1 + j]), -1)[head.vocab]
                 q = torch.log_softmax(head.logits(hidden[i]), -1)
-                expected -= 0.5**j * float((p * q).sum())
+                expected -= 0.5**j * float((p * q).sum().detach())
                 weight += 0.5**j
-    output = DistillObjective(target.lm_head[head.vocab], steps=3, decay=0.5)(head, batch)
-    assert float(output.loss_sum) == pytest.approx(expected, rel=1e-4)
+    objective = DistillObjective(target.lm_head[head.vocab], steps=3, loss=ForwardKL(decay=0.5))
+    output = objective(head, batch)
+    assert float(output.loss_sum.detach()) == pytest.approx(expected, rel=1e-4)
     assert output.weight == pytest.approx(weight)
 
 
-def test_on_path_loss_counts_only_what_the_engine_would_reach(world):
+def test_training_counts_acceptance_as_judging_does(world):
     model, target = world
     head = Eagle3.build(target, vocab_size=40)
-    batch = collate([make_span(model, 30, 3)], with_aux=True)
+    batch = collate([make_span(model, 30, 3), make_span(model, 12, 5, seed=4)], with_aux=True)
     matches, mask = acceptance(head, batch, 3)
-    reached = torch.cat([torch.ones(len(matches), 1), matches.float().cumprod(1)[:, :2]], dim=1)
+    alive = matches.float().cumprod(1)
+    reached = torch.cat([torch.ones(len(matches), 1), alive[:, :2]], dim=1) * mask
+    metrics = DistillObjective(target.lm_head[head.vocab], steps=3)(head, batch).metrics
+    for j in range(3):
+        assert metrics[f"accept_{j}"] == (float(alive[:, j].sum()), float(reached[:, j].sum()))
+
+
+def mixed_steps(span: Span) -> tuple[VerifyStep, ...]:
+    """Steps of three drafts that are accepted or not by turns."""
+    ids, steps = span.token_ids.tolist(), []
+    position = span.first_position + span.first_anchor + 2
+    while position + 3 < len(ids):
+        accepted = len(steps) % 4
+        drafts = ids[position : position + 3]
+        drafts[accepted:] = [(i + 1) % VOCAB for i in drafts[accepted:]]
+        steps.append(VerifyStep(position, 0, drafts, accepted, ids[position + accepted]))
+        position += accepted + 1
+    return tuple(steps)
+
+
+def test_every_objective_trains_on_served_spans_and_stays_finite(world):
+    model, target = world
+    span = make_span(model, 30, 3)
+    span = dataclasses.replace(span, steps=mixed_steps(span))
+    batch = ServedBatch.of(collate([span], with_aux=True), [span])
+    for name, known in RECIPES.items():
+        head = Eagle3.build(target, vocab_size=VOCAB)
+        objective = DistillObjective(
+            target.lm_head[head.vocab], steps=3, loss=known.loss, outcomes=known.outcomes
+        )
+        trainer = Trainer(
+            head, objective, MuonAdamW(head.named_parameters(), muon_lr=0.01, adamw_lr=0.003)
+        )
+        losses = [trainer.update([batch]).loss for _ in range(15)]
+        assert all(map(math.isfinite, losses)), name
+        assert losses[-1] < losses[0], name
+
+
+def test_an_unknown_objective_is_named_in_one_line_with_those_there_are():
+    with pytest.raises(ObjectiveError, match="no objective named 'nonsense'; there are kl, "):
+        recipe("nonsense")
+
+
+def test_outcomes_move_the_loss_only_where_a_recipe_asks_for_them(world):
+    model, target = world
+    head = Eagle3.build(target, vocab_size=40)
+    span = make_span(model, 20, 3)
+    span = dataclasses.replace(span, steps=mixed_steps(span))
+    plain = collate([span], with_aux=True)
+    served = ServedBatch.of(plain, [span])
     rows = target.lm_head[head.vocab]
-    output = DistillObjective(rows, steps=3, decay=1.0, path="accepted")(head, batch)
-    assert output.weight == float((reached * mask).sum())
-    assert output.weight < DistillObjective(rows, steps=3, decay=1.0)(head, batch).weight
+
+    def loss(batch: SpanBatch, outcomes: OutcomeWeights | None) -> float:
+        output = DistillObjective(rows, steps=3, outcomes=outcomes)(head, batch)
+        return float(output.loss_sum.detach()) / output.weight
+
+    assert loss(served, None) == loss(plain, None)
+    assert loss(plain, OutcomeWeights(rejected=2.0)) == loss(plain, None)
+    assert loss(served, OutcomeWeights(rejected=2.0)) != pytest.approx(loss(plain, None), rel=1e-5)
 
 
 def test_tokens_outside_the_draft_vocabulary_are_rejections(world):

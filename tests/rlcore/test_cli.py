@@ -41,10 +41,16 @@ def paceline(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["surf"], "unknown command 'surf'; there are: config, learn, models, serve"),
+        (
+            ["surf"],
+            "unknown command 'surf'; there are: bench, config, learn, models, record, serve",
+        ),
         (["serve", "--host", "0.0.0.0"], "listening on 0.0.0.0 needs --api-key"),
         (["serve", "--target", "./nowhere"], "there is no model folder ./nowhere"),
         (["learn", "--bind", "tcp://10.1.1.1:1"], "not encrypted"),
+        (["learn", "--replay", "none.traces"], "--out: Field required"),
+        (["learn", "--replay", "none.traces", "--out", "new"], "cannot read none.traces"),
+        (["record"], "--out: Field required"),
         (["models", "--verify"], "paceline models --make"),
         (["config", "surf"], "config of 'surf'?"),
     ],

@@ -26,6 +26,7 @@ from rlcore.records import (
     LearnerReport,
     RecordError,
     RequestEnd,
+    Retreat,
     Sampling,
     TensorSpec,
     Verdict,
@@ -39,7 +40,15 @@ from rlcore.records import (
 
 MESSAGES = {
     decode_engine_message: (EngineReport, RequestEnd),
-    decode_learner_message: (Hello, LearnerReport, Announce, FetchDraft, DraftFiles, Verdict),
+    decode_learner_message: (
+        Hello,
+        LearnerReport,
+        Announce,
+        Retreat,
+        FetchDraft,
+        DraftFiles,
+        Verdict,
+    ),
 }
 
 names = st.text(max_size=12)
@@ -58,6 +67,7 @@ acceptances = st.builds(
     drafted=st.lists(integers, max_size=4), accepted=st.lists(integers, max_size=4),
 )  # fmt: skip
 messages = {
+    Retreat: st.builds(Retreat, version=integers, to=integers, reason=names),
     EngineReport: st.builds(
         EngineReport, worker=names, live_version=integers, speculative_tokens=integers,
         acceptance=st.lists(acceptances, max_size=3),

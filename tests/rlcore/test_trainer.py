@@ -103,12 +103,75 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
     assert all(p.grad is None for p in trainer.module.parameters())
 
 
+def test_the_average_weighs_updates_by_their_age():
+    trainer = make(average_half_life=2.0)
+    expected = weights(trainer)
+    for update in range(1, 41):
+        trainer.update([torch.ones(2, 4)])
+        share = max(1 - 0.5**0.5, 9 / (update + 9))
+        expected = (1 - share) * expected + share * weights(trainer)
+    with trainer.averaged():
+        torch.testing.assert_close(weights(trainer), expected)
+
+
+def test_showing_the_average_leaves_the_training_as_it_was():
+    plain, shown = make(average_half_life=3.0), make(average_half_life=3.0)
+    for trainer in (plain, shown):
+        for _ in range(5):
+            trainer.update([torch.ones(2, 4)])
+    before = weights(shown)
+
+    def fail_while_shown():
+        with shown.averaged() as module:
+            assert module is shown.module
+            assert not torch.equal(weights(shown), before)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_while_shown()
+    assert torch.equal(weights(shown), before)
+    for trainer in (plain, shown):
+        trainer.update([torch.ones(2, 4)])
+    assert torch.equal(weights(plain), weights(shown))
+    left, right = plain.state()[0], shown.state()[0]
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_without_an_average_the_module_shows_itself():
+    trainer = make()
+    trainer.update([torch.ones(2, 4)])
+    before = weights(trainer)
+    with trainer.averaged():
+        assert torch.equal(weights(trainer), before)
+    assert not any(name.startswith("average") for name in trainer.state()[0])
+
+
+def test_state_without_an_average_starts_one_at_the_parameters():
+    trainer = make()
+    trainer.update([torch.ones(2, 4)])
+    resumed = make(average_half_life=3.0)
+    resumed.load_state(*trainer.state())
+    with resumed.averaged():
+        assert torch.equal(weights(resumed), weights(trainer))
+
+
+def test_the_scale_multiplies_the_schedule():
+    trainer = make(schedule=Schedule(warmup=4))
+    trainer.lr_scale = 0.5
+    assert trainer.update([torch.ones(2, 4)]).lr_factor == 0.5 * 0.25
+    trainer.lr_scale = 0.0
+    before = weights(trainer)
+    assert trainer.update([torch.ones(2, 4)]).lr_factor == 0.0
+    assert torch.equal(weights(trainer), before)
+
+
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one():
     def draw(trainer):
         return [torch.randn(4, 4, generator=trainer.generator) for _ in range(2)]
 
     schedule = Schedule(warmup=3, decay=5)
-    straight = make(squares_with_dropout, schedule=schedule, seed=9)
+    straight = make(squares_with_dropout, schedule=schedule, average_half_life=3.0, seed=9)
+    straight.lr_scale = 1.5
     for _ in range(4):
         straight.update(draw(straight))
     tensors, counters = straight.state()
@@ -116,13 +179,15 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one():
     for _ in range(4):
         straight.update(draw(straight))
 
-    resumed = make(squares_with_dropout)
+    resumed = make(squares_with_dropout, average_half_life=3.0)
     with torch.no_grad():
         resumed.module.hidden.weight.zero_()
     resumed.load_state(tensors, counters)
     for _ in range(4):
         resumed.update(draw(resumed))
     assert torch.equal(weights(straight), weights(resumed))
+    with straight.averaged(), resumed.averaged():
+        assert torch.equal(weights(straight), weights(resumed))
     left, right = straight.state(), resumed.state()
     assert left[1] == right[1]
     assert left[1]["updates"] == 8

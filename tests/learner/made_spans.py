@@ -1,0 +1,22 @@
+"""Spans with nothing in them, for tests of where spans go."""
+
+from __future__ import annotations
+
+import torch
+
+from learner.batch import Span
+from rlcore.records import Sampling
+
+NEVER, ALWAYS = "f" * 32, "0" * 32
+"""Prompt hashes that no share, or every share, holds out."""
+
+
+def span(
+    name: object, rows: int, prompt: str = NEVER, prompt_length: int = 2, tenant: str = "t"
+) -> Span:
+    """``rows - prompt_length`` anchors; its request is called after ``name``."""
+    return Span(
+        token_ids=torch.zeros(rows + 1, dtype=torch.long), aux=None, last=torch.zeros(rows, 4),
+        lse=torch.zeros(rows), first_position=0, prompt_length=prompt_length, prompt_hash=prompt,
+        steps=(), sampling=Sampling(), tenant=tenant, request_id=str(name),
+    )  # fmt: skip

@@ -1,0 +1,175 @@
+"""The course of learning: what goes live is watched, and gone back from when it is worse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from learner.batch import Span, collate
+from learner.course import START_TOKENS, Course
+from learner.drafters.eagle3 import Eagle3
+from learner.intake import Intake
+from learner.objective import acceptance, expected_length
+from learner.target import Target
+from rlcore.records import DraftManifest, VerifyStep
+from rlcore.settings import DrafterSettings
+from rlcore.weights import WeightStore
+from tests.learner.tiny import VOCAB, make_span, make_target
+
+K = 3
+SETTINGS = DrafterSettings(gate_tokens=100, batch_tokens=64, heldout_share=0.3)
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    model = make_target(folder)
+    target = Target.open(folder)
+    return model, target, Eagle3.build(target, vocab_size=VOCAB)
+
+
+def publish(store: WeightStore, head: Eagle3, version: int, parent: int | None, origin: str) -> str:
+    tensors, config = head.export(torch.float32)
+    manifest = DraftManifest(
+        version=version, parent=parent, method="eagle3", sha256="", target_id="tiny",
+        target_version=0, origin=origin,
+    )  # fmt: skip
+    return store.publish(tensors, config, manifest).sha256
+
+
+def damaged(head: Eagle3) -> Eagle3:
+    """Drafts one token only, which is never right."""
+    worse = Eagle3(head.config, head.vocab, head.embedding)
+    worse.load_state_dict(head.state_dict())
+    with torch.no_grad():
+        worse.lm_head.weight.zero_()
+        worse.lm_head.weight[VOCAB - 2] = 1.0
+    return worse
+
+
+def begun(world, folder: Path) -> tuple[Course, dict[int, str]]:
+    """Version 0 is live, and version 1, made from it, is damaged."""
+    _, target, head = world
+    store = WeightStore(folder)
+    digests = {
+        0: publish(store, head, 0, None, "untrained"),
+        1: publish(store, damaged(head), 1, 0, "learned"),
+    }
+    intake = Intake(SETTINGS, None, target)
+    course = Course(SETTINGS, target, store, intake, watched=True)
+    assert course.went_live(0, digests[0])
+    course.begin(0, None)
+    return course, digests
+
+
+def agreeable(world, seed: int, version: int) -> Span:
+    """A request whose committed tokens version 0 would have drafted, served by ``version``."""
+    model, _, head = world
+    span = make_span(model, 60, 8, seed=seed)
+    batch = collate([span], with_aux=True)
+    drafts = head.propose(head.unroll(batch, 1)[0])
+    tokens = span.token_ids.clone()
+    # Only the first drafts are made right: later tokens change what would be drafted for them.
+    first = span.first_anchor + 2
+    tokens[first : first + len(drafts)] = drafts[: len(tokens) - first]
+    span = replace(span, token_ids=tokens)
+    matches, _ = acceptance(head, collate([span], with_aux=True), K)
+    own = expected_length(matches).tolist()
+    ids, at, steps = tokens.tolist(), span.prompt_length + 1, []
+    while at + K + 1 < len(ids):
+        length = own[at - span.prompt_length - 1] if version == 0 else 1
+        right, wrong = ids[at : at + length - 1], [(ids[at + length - 1] + 1) % VOCAB] * K
+        steps.append(
+            VerifyStep(at, version, [*right, *wrong][:K], length - 1, ids[at + length - 1])
+        )
+        at += length
+    return replace(span, steps=tuple(steps), request_id=f"r{version}-{seed}")
+
+
+def test_a_worse_version_is_gone_back_from_and_learning_starts_over(world, tmp_path):
+    course, digests = begun(world, tmp_path)
+    assert course.session is not None
+    with torch.no_grad():
+        course.session.drafter.lm_head.weight.zero_()
+    assert course.went_live(1, digests[1])
+    for seed in range(60):
+        course.saw(agreeable(world, seed, version=1), now=float(seed))
+        if course.retreat() is not None:
+            break
+    retreat = course.retreat()
+    assert retreat is not None
+    assert (retreat.version, retreat.to) == (1, 0)
+    assert "the version before" in retreat.reason
+    assert not course.can_judge()
+    assert course.went_live(0, digests[0])
+    assert course.retreat() is None
+    assert course.progress.rolled_back == 1
+    assert course.session.drafter.lm_head.weight.abs().sum() > 0
+    for seed in range(60, 90):
+        course.saw(agreeable(world, seed, version=0), now=float(seed))
+    assert course.retreat() is None
+
+
+def test_a_version_that_an_operator_leaves_is_not_a_rollback(world, tmp_path):
+    course, digests = begun(world, tmp_path)
+    session = course.session
+    course.went_live(1, digests[1])
+    course.went_live(0, digests[0])
+    assert course.session is session
+    assert course.progress.rolled_back == 0
+
+
+def test_recordings_say_nothing_about_the_live_version(world, tmp_path):
+    _, target, _ = world
+    course, digests = begun(world, tmp_path)
+    store = course.publisher.store
+    replayed = Course(SETTINGS, target, store, Intake(SETTINGS, None, target), watched=False)
+    replayed.went_live(0, digests[0])
+    replayed.begin(0, None)
+    replayed.went_live(1, digests[1])
+    for seed in range(40):
+        replayed.saw(agreeable(world, seed, version=1), now=0.0)
+    assert replayed.retreat() is None
+    assert replayed.progress.drifts == 0
+
+
+def test_a_version_that_cannot_be_read_leaves_the_live_one(world, tmp_path):
+    course, digests = begun(world, tmp_path)
+    (course.publisher.store.folder(1) / "model.safetensors").write_bytes(b"no")
+    assert not course.went_live(1, digests[1])
+    assert course.live is not None
+    assert course.live.version == 0
+
+
+def test_training_waits_for_traffic_and_keeps_to_the_ratio(world, tmp_path):
+    model, *_ = world
+    course, _ = begun(world, tmp_path)
+    assert not course.train(2.0)
+    assert course.progress.phase == "waiting for traces"
+    seed = 0
+    while course.intake.replay.training_tokens < START_TOKENS:
+        course.intake.replay.add(replace(make_span(model, 60, 8, seed=seed), prompt_hash="f" * 32))
+        seed += 1
+    course.intake.training_tokens = course.intake.replay.training_tokens
+    while course.train(0.2):
+        pass
+    assert course.progress.phase == "idle"
+    assert 0.2 <= course.tokens_seen / course.intake.training_tokens < 0.3
+
+
+def test_a_checkpoint_brings_back_the_course(world, tmp_path):
+    course, digests = begun(world, tmp_path / "store")
+    course.progress.judged, course.progress.rolled_back = 7, 2
+    assert course.session is not None
+    course.session.save(tmp_path / "checkpoint", course.facts())
+    again = Course(SETTINGS, course._target, course.publisher.store, course.intake, watched=True)
+    again.went_live(0, digests[0])
+    facts = again.begin(0, tmp_path / "checkpoint")
+    assert facts is not None
+    assert again.progress == course.progress
+    assert again.facts() == course.facts()
