@@ -19,28 +19,20 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-
-from learner.batch import Span, SpanBatch, collate
-from learner.drafters.base import Drafter
 from learner.drafters.eagle3 import Eagle3
 from learner.estimate import SpanLengths
 from learner.judging import conditional_rates, score_spans
 from learner.lab_data import HELDOUT_SHARE, LaboratoryError, Traffic, batches, read_traffic
 from learner.lab_table import Result, Table, markdown
-from learner.objective import DistillObjective
-from learner.objectives.named import RECIPES, Recipe, recipe
-from learner.objectives.outcomes import ServedBatch
-from learner.session import TrainingSession, keep_freed_memory, micro_batches, use_threads
+from learner.objectives.named import RECIPES
+from learner.session import TrainingSession, keep_freed_memory, use_threads
 from learner.target import Target
 from learner.vocabulary import TrafficCounts
 from rlcore.errors import PacelineError
 from rlcore.home import Home, default_home
 from rlcore.log import get_logger, setup_logging
-from rlcore.precision import mixed_precision
 from rlcore.settings import DrafterSettings
 from rlcore.target import local_model, model_identity
-from rlcore.trainer import LossOutput, Objective, UpdateMetrics
 
 log = get_logger("laboratory")
 
@@ -50,15 +42,16 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Variant:
-    """``objective`` by name; ``settings`` are changes to the learner's settings."""
+    """``settings`` are changes to the learner's settings."""
 
     note: str
-    objective: str = "kl"
     settings: dict[str, Any] = field(default_factory=dict)
     draft_vocab: int = 4096
 
 
-OBJECTIVES = {name: Variant(known.note, objective=name) for name, known in RECIPES.items()}
+OBJECTIVES = {
+    name: Variant(known.note, settings={"objective": name}) for name, known in RECIPES.items()
+}
 
 VARIANTS: dict[str, Variant] = OBJECTIVES | {
     "unroll-1": Variant("no unroll: the first draft only", settings={"unroll": 1}),
@@ -72,40 +65,8 @@ VARIANTS: dict[str, Variant] = OBJECTIVES | {
     "vocab-2048": Variant("a draft vocabulary of 2048", draft_vocab=2048),
     "vocab-8192": Variant("a draft vocabulary of 8192", draft_vocab=8192),
 }
-"""Everything compared; the objectives differ from the first, ``kl``, in nothing else."""
-
-
-class LaboratorySession(TrainingSession):
-    """The learner's own training, with an objective by name."""
-
-    def __init__(
-        self, drafter: Drafter, target: Target, settings: DrafterSettings, objective: Recipe
-    ) -> None:
-        self._recipe = objective
-        super().__init__(drafter, target, settings)
-
-    def _objective(self) -> Objective[Drafter, SpanBatch]:
-        distill = DistillObjective(
-            self.target.lm_head[self.drafter.vocab],
-            steps=self._steps,
-            loss=self._recipe.loss,
-            outcomes=self._recipe.outcomes,
-        )
-
-        def objective(drafter: Drafter, batch: SpanBatch, /) -> LossOutput:
-            with mixed_precision():
-                return distill(drafter, batch)
-
-        return objective
-
-    def update(self, spans: list[Span]) -> UpdateMetrics:
-        self.drafter.train()
-        parts = micro_batches(spans)
-        metrics = self.trainer.update(
-            [ServedBatch.of(collate(part, with_aux=True), part) for part in parts]
-        )
-        self.tokens_seen += sum(span.anchors for span in spans)
-        return metrics
+"""Everything compared; the objectives differ in nothing else, the other variants
+have the default objective."""
 
 
 def start_session(
@@ -115,9 +76,8 @@ def start_session(
     counts = TrafficCounts(target.vocab_size)
     for span in traffic.training:
         counts.add(span)
-    torch.manual_seed(settings.seed)
     drafter = Eagle3.build(target, variant.draft_vocab, counts.counts, seed=settings.seed)
-    return LaboratorySession(drafter, target, settings, recipe(variant.objective))
+    return TrainingSession(drafter, target, settings)
 
 
 def run_variant(

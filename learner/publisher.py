@@ -32,7 +32,7 @@ class Publisher:
         self._gate_tokens = settings.gate_tokens
         self.store = store
         self._live_scores = LiveScores()
-        self._updates_judged = -1
+        self._updates_judged = 0
         self.last_version = 0
         """The highest version number that any side has used."""
 

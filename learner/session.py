@@ -15,6 +15,8 @@ from torch import Tensor
 from learner.batch import Span, SpanBatch, collate
 from learner.drafters.base import Drafter
 from learner.objective import DistillObjective
+from learner.objectives.named import recipe
+from learner.objectives.outcomes import ServedBatch
 from learner.target import Target
 from learner.vocabulary import TrafficCounts, follow_traffic
 from rlcore.checkpoint import load_checkpoint, save_checkpoint
@@ -42,6 +44,7 @@ class TrainingSession:
         self.drafter = drafter
         self.target = target
         self._steps = settings.unroll or settings.speculative_tokens
+        self._recipe = recipe(settings.objective)
         self.counts = TrafficCounts(target.vocab_size)
         self.tokens_seen = 0
         self.trainer: Trainer = Trainer(
@@ -58,7 +61,12 @@ class TrainingSession:
         )
 
     def _objective(self) -> Objective[Drafter, SpanBatch]:
-        distill = DistillObjective(self.target.lm_head[self.drafter.vocab], steps=self._steps)
+        distill = DistillObjective(
+            self.target.lm_head[self.drafter.vocab],
+            steps=self._steps,
+            loss=self._recipe.loss,
+            outcomes=self._recipe.outcomes,
+        )
 
         def objective(drafter: Drafter, batch: SpanBatch, /) -> LossOutput:
             with mixed_precision():
@@ -69,7 +77,10 @@ class TrainingSession:
     def update(self, spans: list[Span]) -> UpdateMetrics:
         """One optimizer step on these spans."""
         self.drafter.train()
-        batches = [collate(part, with_aux=self.drafter.needs_aux) for part in micro_batches(spans)]
+        batches = [
+            ServedBatch.of(collate(part, with_aux=self.drafter.needs_aux), part)
+            for part in micro_batches(spans)
+        ]
         metrics = self.trainer.update(batches)
         self.tokens_seen += sum(span.anchors for span in spans)
         return metrics

@@ -25,7 +25,7 @@ def fair_shares(tokens: Mapping[str, int]) -> dict[str, float]:
     """
     total = sum(tokens.values())
     weights = {
-        name: n if 2 * n <= total or n == total else max(total - n, n / TENANT_FAVOUR)
+        name: n if 2 * n <= total else max(total - n, n / TENANT_FAVOUR)
         for name, n in tokens.items()
     }
     whole = sum(weights.values())

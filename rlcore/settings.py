@@ -36,6 +36,7 @@ class LearningOptions(BaseModel, extra="forbid"):
     seed: int = Field(0, description="Seed of every random choice of the learner")
     lr_matrix: float = Field(0.03, gt=0, description="Muon's learning rate, for hidden matrices")
     lr_other: float = Field(0.002, gt=0, description="AdamW's learning rate, for everything else")
+    objective: str = Field("kl-push", description="Objective of draft learning, by name")
     unroll: int | None = Field(
         None,
         ge=1,

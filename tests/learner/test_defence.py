@@ -127,7 +127,7 @@ def test_one_layer_alone_gives_it_away(model, spans):
         defence.check(span)
     aux = spans[0].aux.clone()
     aux[:, HIDDEN : 2 * HIDDEN] *= 20
-    with pytest.raises(RecordError, match="in aux1$"):
+    with pytest.raises(RecordError, match=r"in aux1$"):
         defence.check(replace(spans[0], aux=aux))
 
 

@@ -14,10 +14,11 @@ from learner.objective import (
     DistillObjective,
     acceptance,
     expected_length,
+    places,
     soft_cross_entropy,
     target_logprobs,
 )
-from learner.objectives.losses import ForwardKL
+from learner.objectives.losses import CommittedTokens, ForwardKL
 from learner.objectives.named import RECIPES, ObjectiveError, recipe
 from learner.objectives.outcomes import OutcomeWeights, ServedBatch
 from learner.target import Target
@@ -185,6 +186,22 @@ def test_outcomes_move_the_loss_only_where_a_recipe_asks_for_them(world):
     assert loss(served, None) == loss(plain, None)
     assert loss(plain, OutcomeWeights(rejected=2.0)) == loss(plain, None)
     assert loss(served, OutcomeWeights(rejected=2.0)) != pytest.approx(loss(plain, None), rel=1e-5)
+
+
+def test_tokens_outside_the_draft_vocabulary_have_no_place_and_teach_nothing(world):
+    model, target = world
+    assert places(torch.tensor([2, 5, 9]), torch.tensor([5, 4, 9, 11, -1])).tolist() == [
+        1, -1, 2, -1, -1,
+    ]  # fmt: skip
+    head = Eagle3.build(target, vocab_size=40)
+    outside = sorted(set(range(VOCAB)) - set(head.vocab.tolist()))
+    span = make_span(model, 20, 3)
+    batch = collate(
+        [dataclasses.replace(span, token_ids=torch.full_like(span.token_ids, outside[0]))],
+        with_aux=True,
+    )
+    objective = DistillObjective(target.lm_head[head.vocab], steps=3, loss=CommittedTokens())
+    assert objective(head, batch).weight == 0
 
 
 def test_tokens_outside_the_draft_vocabulary_are_rejections(world):

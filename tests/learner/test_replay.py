@@ -90,14 +90,22 @@ def in_order(state: dict) -> dict:
 
 
 @settings(max_examples=40, deadline=None)
-@given(lengths, st.integers(1, 5), st.integers(10, 200), st.integers(100, 2000))
-def test_after_a_restart_the_same_spans_are_drawn_and_judged(rows, draws, batch, recent_tokens):
+@given(
+    st.lists(st.integers(3, 80), min_size=10, max_size=40),
+    st.integers(1, 5),
+    st.integers(10, 200),
+    st.integers(100, 2000),
+    st.integers(3000, 20_000),
+)
+def test_after_a_restart_the_same_spans_are_drawn_and_judged(
+    rows, draws, batch, recent_tokens, budget
+):
     spans = [
         span(i, n, NEVER if i % 3 else ALWAYS, tenant="ab"[i % 5 == 0]) for i, n in enumerate(rows)
     ]
     half = len(spans) // 2
     with mock.patch.object(replay_module, "RECENT_TOKENS", recent_tokens):
-        memory, again = replay(20_000), replay(20_000)
+        memory, again = replay(budget), replay(budget)
     for one in spans[:half]:
         memory.add(one)
     for _ in range(draws):

@@ -38,6 +38,22 @@ def test_who_holds_less_than_an_equal_share_loses_nothing_to_others(tenants, roo
 
 
 @settings(deadline=None)
+@given(st.lists(st.sampled_from("aaaaaaab"), min_size=60, max_size=150), st.integers(8, 40))
+def test_a_flood_makes_nobody_elses_spans_old_early(tenants, room):
+    strata = store(room)
+    for i, name in enumerate(tenants):
+        recent = Counter(
+            s.tenant for s in strata.spans() if strata.slice_of(span_key(s)) == "recent"
+        )
+        recent[name] += 1
+        for tenant, aged in Counter(
+            s.tenant for s in strata.add(span(i, ROWS, tenant=name)).aged
+        ).items():
+            assert recent[tenant] == max(recent.values())
+            assert recent[tenant] - aged >= (room // 2) / len(recent) - 1
+
+
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(3, 60), st.sampled_from("ab")), max_size=60), st.data())
 def test_changes_tell_all_that_happened(what, data):
     strata = Strata(Bounds(data.draw(st.integers(500, 20_000)), 400, 150, 0.5), 0)
