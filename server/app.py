@@ -79,6 +79,7 @@ async def serve(
         speculative_tokens=settings.speculative_tokens,
         started=time.time(),
     )
+    engine_link.on_report.append(state.look_for_collapse)
     async with _running(background):
         try:
             llm = await asyncio.to_thread(start_engine, args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import zmq
 import zmq.asyncio
@@ -23,6 +24,7 @@ class EngineLink:
         self._workers: set[bytes] = set()
         self.report: EngineReport | None = None
         self.reported_at = 0.0
+        self.on_report: list[Callable[[EngineReport], None]] = []
         self.rejected = 0
 
     async def run(self) -> None:
@@ -39,6 +41,8 @@ class EngineLink:
             if isinstance(message, EngineReport):
                 self.report = message
                 self.reported_at = time.monotonic()
+                for heard in self.on_report:
+                    heard(message)
 
     def send_end(self, end: RequestEnd) -> None:
         """Tell every worker how a request ended. Never waits; a full queue costs that one trace."""

@@ -95,6 +95,11 @@ class PacelineCollector(Collector):
             value=statistics.seconds_sum,
         )
 
+        yield GaugeMetricFamily(
+            "paceline_draft_collapsed",
+            "1 while nothing that the live version drafts is accepted",
+            value=self._state.collapse.active,
+        )
         yield CounterMetricFamily(
             "paceline_rollbacks",
             "Live versions found worse than an earlier one and taken back",

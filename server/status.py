@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from rlcore.records import AcceptanceCount, CaptureCounts
+from rlcore.log import get_logger
+from rlcore.records import AcceptanceCount, CaptureCounts, EngineReport
+from server.collapse import CollapseAlarm
 from server.drafts import Drafts
 from server.engine_link import EngineLink
 from server.learner_link import LearnerLink
+
+log = get_logger("server")
 
 
 @dataclass
@@ -25,10 +29,27 @@ class ServerState:
     target_version: int
     speculative_tokens: int
     started: float
+    collapse: CollapseAlarm = field(default_factory=CollapseAlarm)
 
     def acceptance(self) -> dict[int, AcceptanceCount]:
         report = self.engine_link.report
         return {} if report is None else {a.version: a for a in report.acceptance}
+
+    def look_for_collapse(self, report: EngineReport) -> None:
+        """Called with every report of the engine: raise or clear the alarm."""
+        drafts = self.drafts
+        counts = {count.version: count for count in report.acceptance}
+        live = counts.get(drafts.live, AcceptanceCount(drafts.live))
+        trained = drafts.manifest().origin != "untrained"
+        change = self.collapse.observe(live.version, trained, live.steps, live.emitted)
+        if change == "raised":
+            log.error(
+                "acceptance has collapsed: nothing that the live draft proposes is accepted",
+                version=live.version,
+                length=self.collapse.length,
+            )
+        elif change == "cleared":
+            log.info("the collapse of acceptance is over", version=live.version)
 
     def capture(self) -> CaptureCounts:
         report = self.engine_link.report
@@ -58,6 +79,7 @@ def status(state: ServerState) -> dict[str, Any]:
             "previous": drafts.previous,
             "method": drafts.method,
             "speculative_tokens": state.speculative_tokens,
+            "collapsed": state.collapse.active,
         },
         "acceptance": {
             "live": acceptance_view(acceptance.get(drafts.live)),

@@ -27,6 +27,7 @@ ENGINE = {
     "paceline_live_draft": ("gauge", {"draft_version", "method"}),
     "paceline_swaps": ("counter", set()),
     "paceline_rollbacks": ("counter", set()),
+    "paceline_draft_collapsed": ("gauge", set()),
     "paceline_failed_swaps": ("counter", {"reason"}),
     "paceline_swap_seconds": ("counter", set()),
     "paceline_learner_up": ("gauge", set()),
