@@ -28,8 +28,8 @@ from rlcore.records import RecordError
 NORM_MARGIN = 1.1
 """On the bound of the last hidden state: rounding, and weights that are applied as 1 + w."""
 
-SMALLEST, LARGEST = 1e-2, 1e6
-"""A typical row's size in a residual stream, as multiples of the embedding's."""
+SMALLEST = 1e-2
+"""The size of a typical row, as a multiple of the final norm's or of the embedding's."""
 
 LARGEST_VALUE = 1e7
 """Any value in a residual stream, as a multiple of the embedding's RMS."""
@@ -135,8 +135,6 @@ class Defence:
                 outliers = int((sizes > OUTLIER * typical[name]).sum())
                 if outliers > max(OUTLIERS[0], OUTLIERS[1] * span.rows):
                     raise RecordError("extreme", f"{name}: {outliers} rows far above the others")
-                if typical[name] > LARGEST * self._embedding_rms:
-                    raise RecordError("extreme", f"{name}: rows of size {typical[name]:.3g}")
         for name, floor in floors.items():
             if typical[name] < floor:
                 raise RecordError("extreme", f"{name}: rows of size {typical[name]:.3g}")

@@ -57,6 +57,12 @@ EARLY_HELDOUT = 1500
 COST_MEMORY = 5
 """Swaps that the measured cost is averaged over, about."""
 
+LARGEST_COST = 1e6
+"""Tokens; a cost beyond it, or NaN, was measured wrongly and is left out."""
+
+LARGEST_GAIN = 16.0
+"""Acceptance length; the same for a gain, which then counts as none."""
+
 FIRST_COST = 50.0
 """Tokens that a swap is taken to cost until one was measured."""
 
@@ -170,13 +176,13 @@ class Pace:
     def swapped(self, stall_s: float, cold_tokens: float, traffic: Traffic) -> None:
         """A publication's measured cost: the stall, and tokens lost to cold drafter KV."""
         cost = stall_s * traffic.tokens_per_second + cold_tokens
-        if math.isfinite(cost) and cost >= 0:
+        if 0 <= cost <= LARGEST_COST:
             self._memory.swaps = min(self._memory.swaps + 1, COST_MEMORY)
             self._memory.cost += (cost - self._memory.cost) / self._memory.swaps
 
     def judged(self, outcome: Outcome, traffic: Traffic) -> None:
         memory = self._memory
-        gain = outcome.gain if math.isfinite(outcome.gain) else 0.0
+        gain = outcome.gain if abs(outcome.gain) <= LARGEST_GAIN else 0.0
         too_small = outcome.gain_lower > 0 and gain < self._least_gain()
         memory.drift_at = None
         memory.judging_s = outcome.seconds

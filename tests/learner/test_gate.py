@@ -202,6 +202,10 @@ def test_a_slice_needs_enough_tokens_to_stop_a_candidate():
     assert few.promote
     enough = max(FEWEST_SPANS, SLICE_TOKENS // 100)
     assert not traffic([("a", "recent", 100, 0.3), ("a", "old", enough, -1.0)], seed=6).promote
+    live = [SpanScore(180.0, 100)] * 20 + [SpanScore(18.0, 10, slice="old")] * (SLICE_TOKENS // 10)
+    better = [plus(s, 0.1 if s.slice == "recent" else -0.5) for s in live]
+    assert judge(better[:-1], live[:-1], 1).promote
+    assert not judge(better, live, 1).promote
 
 
 def test_one_prompt_sent_again_and_again_is_one_unit():

@@ -75,6 +75,9 @@ def test_judgements_with_hardly_any_training_in_between_say_nothing_of_the_learn
     for number in range(50):
         pace.judged(NOTHING, traffic(1000, trained=PLATEAU_TOKENS - 1 - number % 2))
     assert pace.pacing(traffic(1000)).lr_scale == 1.0
+    for number in range(50):  # the first of these counts, and the others are too close to it
+        pace.judged(NOTHING, traffic(1000, trained=PLATEAU_TOKENS + number))
+    assert pace.pacing(traffic(1000)).lr_scale == 1.0
 
 
 def test_at_the_floor_without_a_gain_the_learner_idles_until_there_is_much_new_traffic():
@@ -176,8 +179,17 @@ def test_measured_costs_replace_the_assumed_one():
     pace = Pace(trained=False)
     for _ in range(3):
         pace.swapped(0.5, 200.0, traffic(0, speed=100.0))
-    pace.swapped(math.nan, 0.0, traffic(0))
+    for wrong in (math.nan, math.inf, 1e308, -1.0):
+        pace.swapped(0.0, wrong, traffic(0))
     assert pace.state()["cost"] == pytest.approx(250.0)
+
+
+@pytest.mark.parametrize("gain", [math.nan, math.inf, -math.inf, 1e308, -1e308])
+def test_a_gain_that_cannot_be_counts_as_none(gain):
+    pace, other = Pace(trained=False), Pace(trained=False)
+    pace.judged(Outcome(gain, gain, 1.7, False, 0.1), traffic(5000))
+    other.judged(NOTHING, traffic(5000))
+    assert pace.state() == other.state()
 
 
 events = st.lists(
