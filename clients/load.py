@@ -21,6 +21,7 @@ from rlcore.records import AcceptanceCount
 
 VERSION_HEADER = "x-paceline-draft-version"
 USAGE_HEADER = "x-paceline-usage"
+TENANT_HEADER = "x-paceline-tenant"
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -41,6 +42,8 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: bool = True
     """Ask for each chunk's token ids (vLLM's ``return_token_ids``)."""
     ignore_eos: bool = False
+    tenant: str | None = None
+    """Whose requests these are, for the server (``x-paceline-tenant``)."""
     errors_in_a_row: int = 8
     """So many failed requests one after the other end the load: the server is gone."""
 
@@ -212,10 +215,13 @@ async def _stream(
     }
     if options.seed is not None:
         body["seed"] = options.seed + number
+    headers = {USAGE_HEADER: "true"}
+    if options.tenant is not None:
+        headers[TENANT_HEADER] = options.tenant
     response = await client.chat.completions.with_raw_response.create(
         **body,
         timeout=options.deadline_s + 5,  # the caller's deadline comes first
-        extra_headers={USAGE_HEADER: "true"},
+        extra_headers=headers,
         extra_body=extra,
     )
     version = response.headers.get(VERSION_HEADER)

@@ -138,6 +138,20 @@ def acceptance(records: Iterable[RequestRecord]) -> AcceptanceCount:
     return add_counts(acceptance_by_version(records).values())
 
 
+def length_interval(
+    records: Iterable[RequestRecord], resamples: int = 2000
+) -> tuple[float, float] | None:
+    """95 % bootstrap interval of the acceptance length, over requests; None for fewer than two."""
+    counts = [add_counts(record.versions or ()) for record in served(records)]
+    drafted = np.array([(c.emitted, c.steps) for c in counts if c.steps], dtype=float)
+    if len(drafted) < 2:
+        return None
+    draws = np.random.default_rng(0).integers(len(drafted), size=(resamples, len(drafted)))
+    emitted, steps = drafted[draws].sum(axis=1).T
+    low, high = np.percentile(emitted / steps, [2.5, 97.5])
+    return float(low), float(high)
+
+
 def tokens_per_step(count: AcceptanceCount) -> float | None:
     """Tokens per target step: plain steps emit one token each."""
     steps = count.steps + count.plain_steps

@@ -18,6 +18,7 @@ from learner.batch import Span
 from learner.drafters.base import Drafter
 from learner.drafters.registry import DRAFTERS
 from learner.drift import DriftDetector
+from learner.gate import TOO_LITTLE
 from learner.intake import Intake
 from learner.pace import Outcome, Pace, Pacing, Traffic
 from learner.publisher import Publisher
@@ -329,7 +330,8 @@ class Course:
             promoted=manifest is not None,
             seconds=time.perf_counter() - started if self._watched else 0.0,
         )
-        self._pace.judged(outcome, self._traffic())
+        if verdict.reason != TOO_LITTLE:
+            self._pace.judged(outcome, self._traffic())
         self._next_judgement = now + self.publish_interval_s
         return manifest
 

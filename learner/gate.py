@@ -36,6 +36,9 @@ kind is not served at present, and a drafter of fixed size cannot always hold bo
 LARGEST_SUM = 1e9
 """No span's lengths sum up to more; a score beyond it, or NaN, is broken."""
 
+TOO_LITTLE = "too little held-out traffic"
+"""The reason of a judgement that is none."""
+
 SMALL_TENANTS = "small tenants"
 
 Age = Literal["recent", "old"]
@@ -110,7 +113,7 @@ def judge(
     if broken:
         return Judgement(False, 0.0, 0.0, 0.0, tokens, f"{broken} scores are not finite")
     if tokens < fewest_tokens or len(recent) < FEWEST_SPANS:
-        return Judgement(False, 0.0, 0.0, 0.0, tokens, "too little held-out traffic")
+        return Judgement(False, 0.0, 0.0, 0.0, tokens, TOO_LITTLE)
     whole = _compare("recent", recent)
     slices = _slices(recent, _units(candidate, live, "old"))
     reason = _obstacle(whole, slices, least_gain)

@@ -13,6 +13,7 @@ from clients.summary import (
     add_counts,
     excess_gaps,
     gaps,
+    length_interval,
     longest_stall,
     served_only_by,
     split_excess,
@@ -210,3 +211,18 @@ def test_the_summary_counts_failures_and_restarts() -> None:
     assert found.acceptance == []
     assert found.acceptance_length is None
     assert summarize([]).requests == 0
+
+
+def test_the_length_interval_holds_the_length_and_narrows_with_requests():
+    few = [record(versions=[count(1, (3, i % 4), (3, 1))]) for i in range(8)]
+    low, high = length_interval(few)
+    assert low <= acceptance(few).length <= high
+    many_low, many_high = length_interval(few * 20)
+    assert many_high - many_low < (high - low) / 2
+    alike = [record(versions=[count(1, (3, 1))])] * 5
+    assert length_interval(alike) == (2.0, 2.0)
+
+
+def test_one_request_or_none_that_drafted_has_no_length_interval():
+    assert length_interval([record(versions=[count(1, (3, 1))])]) is None
+    assert length_interval([record(versions=[count(1, (0, 0))]), record()]) is None

@@ -105,6 +105,9 @@ def test_drift_wakes_the_learner_and_has_it_judge_as_soon_as_there_is_new_heldou
     assert pace.pacing(enough).judge_now
     pace.judged(gains(0.1), enough)
     assert not pace.pacing(enough).judge_now
+    since = 10 * EARLY_HELDOUT  # gain per token served since the drift, not since the last version
+    best = math.sqrt(2 * FIRST_COST * 1.7 * since / 0.1) / 50
+    assert pace.pacing(enough).publish_interval_s == pytest.approx(best)
 
 
 def test_drift_does_not_lower_a_learning_rate():
