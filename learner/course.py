@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from learner.batch import Span
 from learner.drafters.base import Drafter
 from learner.drafters.registry import DRAFTERS
-from learner.drift import DriftDetector
+from learner.drift import TenantDrift
 from learner.gate import TOO_LITTLE
 from learner.intake import Intake
 from learner.pace import Outcome, Pace, Pacing, Traffic
@@ -96,7 +96,7 @@ class Course:
         """The predecessor, while the live version is being watched."""
         self._watch: Watch | None = None
         self._retreat: Retreat | None = None
-        self._drift = DriftDetector()
+        self._drift = TenantDrift()
         self._pace = Pace(trained=False)
         self._next_judgement = 0.0
         self._arrivals: deque[tuple[float, int]] = deque()
@@ -202,9 +202,10 @@ class Course:
         if not self._watched or self.live is None:
             return
         emitted, steps = drafted(span, self.live.version)
-        drift = self._drift.observe(emitted, steps, self.live.version) if steps else None
+        version = self.live.version
+        drift = self._drift.observe(span.tenant, emitted, steps, version) if steps else None
         if drift is not None:
-            log.warning("the traffic has shifted", reason=drift.reason)
+            log.warning("the traffic has shifted", tenant=span.tenant, reason=drift.reason)
             self._pace.drifted(self._traffic())
             self.progress.drifts += 1
         if self._watch is not None:

@@ -15,6 +15,7 @@ within 23).
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass
 
 SAMPLE_STEPS = 30
@@ -37,6 +38,9 @@ CUT = 2.5
 
 ALLOWANCE = 0.5
 """Deviations by which acceptance may be low without being summed."""
+
+MOST_TENANTS = 256
+"""Tenants whose acceptance is followed; the one unheard of for longest is forgotten."""
 
 LIMIT = 7.0
 """Of the sum, in deviations."""
@@ -136,3 +140,27 @@ class DriftDetector:
         self._sum = state["sum"]
         self._run = list(state["run"])
         self._steps, self._emitted = state["sample"]
+
+
+class TenantDrift:
+    """One detector for each tenant: what a new tenant sends is no drop in the others' acceptance."""
+
+    def __init__(self) -> None:
+        self._detectors: OrderedDict[str, DriftDetector] = OrderedDict()
+
+    def observe(self, tenant: str, emitted: int, steps: int, version: int) -> Drift | None:
+        """See ``DriftDetector.observe``."""
+        detector = self._detectors.pop(tenant, None) or DriftDetector()
+        self._detectors[tenant] = detector
+        if len(self._detectors) > MOST_TENANTS:
+            self._detectors.popitem(last=False)
+        return detector.observe(emitted, steps, version)
+
+    def state(self) -> dict[str, object]:
+        return {tenant: detector.state() for tenant, detector in self._detectors.items()}
+
+    def load_state(self, state: dict) -> None:
+        self._detectors.clear()
+        for tenant, saved in state.items():
+            self._detectors[tenant] = DriftDetector()
+            self._detectors[tenant].load_state(saved)

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.drift import INHERITED, LEAST_SAMPLES, MEMORY, SAMPLE_STEPS, Drift, DriftDetector
+from learner.drift import (
+    INHERITED,
+    LEAST_SAMPLES,
+    MEMORY,
+    MOST_TENANTS,
+    SAMPLE_STEPS,
+    Drift,
+    DriftDetector,
+    TenantDrift,
+)
 from tests.learner.recorded import acceptance, shorter
 
 RECORDED = [("gsm8k", 3), ("gsm8k", 8), ("gsm8k", 9), ("general", 2), ("general", 5)]
@@ -169,3 +178,25 @@ def test_a_restart_goes_on_where_it_was(rows, cut):
     after.load_state(json.loads(json.dumps(before.state())))
     assert found + run(after, rows[cut:]) == expected
     assert after.state() == straight.state()
+
+
+def test_a_new_tenants_poor_traffic_is_no_drop_in_the_others():
+    drift = TenantDrift()
+    for i in range(60):
+        assert drift.observe("old", 80 + i % 5, 40, 1) is None
+    for i in range(60):
+        assert drift.observe("new", 42 + i % 3, 40, 1) is None
+        assert drift.observe("old", 80 + i % 5, 40, 1) is None
+    found = [drift.observe("old", 50 + i % 5, 40, 1) for i in range(40)]
+    assert any(found)
+
+
+def test_the_followed_tenants_are_bounded_and_come_back():
+    drift = TenantDrift()
+    for i in range(MOST_TENANTS + 10):
+        drift.observe(f"t{i}", 80, 40, 1)
+    assert len(drift.state()) == MOST_TENANTS
+    assert "t0" not in drift.state()
+    again = TenantDrift()
+    again.load_state(drift.state())
+    assert again.state() == drift.state()
