@@ -42,11 +42,12 @@ def _rehearse(settings: ReplaySettings) -> int:
     folder = local_model(settings.target, home)
 
     from learner.rehearsal import rehearse
-    from learner.session import use_threads
+    from learner.session import keep_freed_memory, use_threads
     from learner.target import Target
 
     os.nice(settings.nice)
     use_threads(settings.threads)
+    keep_freed_memory()
     facts = rehearse(settings, recordings, Target.open(folder), model_identity(folder), home)
     log.info("learned", folder=str(settings.out), **facts)
     return 0
@@ -65,10 +66,11 @@ def _learn(settings: LearnSettings, home: Home) -> int:
     target_id = model_identity(folder)
 
     from learner.service import Learner
-    from learner.session import use_threads
+    from learner.session import keep_freed_memory, use_threads
     from learner.target import Target
 
     use_threads(settings.threads)
+    keep_freed_memory()
     base = f"ipc://{home.run}/learner" if settings.bind == "ipc" else settings.bind
     work = home.learner / f"{target_id}-{settings.method}"
     work.mkdir(parents=True, exist_ok=True)

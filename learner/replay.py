@@ -27,6 +27,9 @@ HELDOUT_BYTES = 0.4
 HELDOUT_RECENT_SHARE = 0.75
 """Part of the held-out room for recent spans, when long prompts fill it."""
 
+HELDOUT_SPANS = 24
+"""Held-out spans that stay recent however long they are: the gate wants several prompts."""
+
 RECENT_TOKENS = 20_000
 """A training span is old once so many training tokens were received after it."""
 
@@ -62,6 +65,7 @@ class Replay:
                 HELDOUT_TOKENS * gate_tokens,
                 int(HELDOUT_RECENT * gate_tokens),
                 HELDOUT_RECENT_SHARE,
+                HELDOUT_SPANS,
             ),
             seed,
         )

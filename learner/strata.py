@@ -47,6 +47,9 @@ class Bounds:
     """Tokens received after a span that make it old."""
     recent_share: float
     """Part of the bounds that recent spans may take when the store is full."""
+    fewest_recent: int = 0
+    """Spans that stay recent, and twice as many that stay, whatever their tokens: a few very long
+    ones are no sample of the traffic."""
 
 
 @dataclass
@@ -140,12 +143,14 @@ class Strata:
         return changes
 
     def _age(self, changes: Changes) -> None:
+        recent = sum(len(tenant.recent) for tenant in self._tenants.values())
         for tenant in self._tenants.values():
-            while tenant.recent:
+            while tenant.recent and recent > self._bounds.fewest_recent:
                 key = next(iter(tenant.recent))
                 if self.clock - self._kept[key].clock < self._bounds.recent_tokens:
                     break
                 self._make_old(tenant, key, changes)
+                recent -= 1
 
     def _make_old(self, tenant: _Tenant, key: SpanKey, changes: Changes) -> None:
         del tenant.recent[key]
@@ -164,7 +169,7 @@ class Strata:
         while len(self._kept) > 1:
             if self.nbytes > bounds.max_bytes:
                 self._make_room(bounds.recent_share * bounds.max_bytes, True, changes)
-            elif self.tokens > bounds.max_tokens:
+            elif self.tokens > bounds.max_tokens and len(self._kept) > 2 * bounds.fewest_recent:
                 self._make_room(bounds.recent_share * bounds.max_tokens, False, changes)
             else:
                 return
@@ -172,7 +177,10 @@ class Strata:
     def _make_room(self, most_recent: float, in_bytes: bool, changes: Changes) -> None:
         """One span becomes old, or goes."""
         tenants = self._tenants.values()
-        if sum(tenant.size("recent", in_bytes) for tenant in tenants) > most_recent:
+        recent = sum(len(tenant.recent) for tenant in tenants)
+        fewest = 0 if in_bytes else self._bounds.fewest_recent
+        full = sum(tenant.size("recent", in_bytes) for tenant in tenants) > most_recent
+        if full and recent > fewest:
             tenant = max(tenants, key=lambda t: t.size("recent", in_bytes))
             self._make_old(tenant, next(iter(tenant.recent)), changes)
             return

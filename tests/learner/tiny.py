@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from learner.batch import Span
-from rlcore.records import Sampling, VerifyStep
+from rlcore.records import Sampling, TensorSpec, VerifyStep, VerifyTrace
 
 VOCAB = 96
 HIDDEN = 32
@@ -60,6 +61,20 @@ def make_span(
         tenant="t",
         request_id=f"r{seed}",
     )
+
+
+def make_trace(span: Span, **fields: Any) -> tuple[VerifyTrace, list[bytes]]:
+    """The message that a span would have come in: header and tensor frames, float32."""
+    tensors = {"aux": span.aux, "last": span.last, "logsumexp": span.lse}
+    found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    values = {
+        "request_id": span.request_id, "tenant": span.tenant, "target_version": 0, "span_index": 0,
+        "final": True, "first_position": span.first_position, "prompt_length": span.prompt_length,
+        "prompt_hash": span.prompt_hash, "token_ids": span.token_ids.tolist(),
+        "sampling": span.sampling, "grammar": False, "steps": list(span.steps),
+        "tensors": [TensorSpec(name, "float32", tuple(t.shape)) for name, t in found.items()],
+    }  # fmt: skip
+    return VerifyTrace(**(values | fields)), [t.numpy().tobytes() for t in found.values()]
 
 
 def make_steps(span: Span, k: int) -> tuple[VerifyStep, ...]:
