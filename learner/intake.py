@@ -163,11 +163,11 @@ class Intake:
         segment, message = state["journal_end"]
         self._loaded_end = (segment, message)
 
-    def reload(self, inbox: Inbox, seen: Callable[[Span], None], *, count: bool) -> None:
+    def reload(self, inbox: Inbox, seen: Callable[[Span], None]) -> None:
         """Fill the replay from the journal; its states were checked when they came.
 
-        Spans of the loaded state take their old places, and what came after that state is new. With
-        no state to tell, everything is new. ``count``: whether the new is counted, and ``seen``.
+        Spans of the loaded state take their old places. What came after that state is new, counted,
+        and ``seen``; with no state to tell, everything is.
         """
         replay, end = self.replay, self._loaded_end
         saved: dict[SpanKey, Span] = {}
@@ -176,7 +176,7 @@ class Intake:
         for key in sorted(saved, key=lambda key: replay.saved_clock(key) or 0):
             replay.add(saved[key])
         for span in self._journaled(inbox, lambda mark, key: mark >= end and not replay.holds(key)):
-            if replay.add(span) and count:
+            if replay.add(span):
                 self._count(span)
                 seen(span)
 

@@ -162,7 +162,7 @@ class Learner:
         if facts is not None:
             self._inbox.rejected = facts["rejected"]
             self._intake.load_state(facts["intake"])
-        self._intake.reload(self._inbox, self._course.counted, count=True)
+        self._intake.reload(self._inbox, self._course.counted)
         log.info(
             "training begins",
             from_version=version,

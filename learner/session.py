@@ -19,7 +19,7 @@ from learner.objectives.named import recipe
 from learner.objectives.outcomes import ServedBatch
 from learner.target import Target
 from learner.vocabulary import TrafficCounts, follow_traffic
-from rlcore.checkpoint import load_checkpoint, save_checkpoint
+from rlcore.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from rlcore.optim import MuonAdamW
 from rlcore.precision import mixed_precision
 from rlcore.settings import DrafterSettings
@@ -35,6 +35,9 @@ ORTHOGONALISE_BLOCK = 192
 """Width of the pieces that Muon orthogonalises: less than half the time of whole matrices."""
 
 HEAD = "lm_head.weight"
+
+CHECKPOINT_SCHEMA = 2
+"""A checkpoint of another one is not gone on from."""
 
 
 class TrainingSession:
@@ -121,19 +124,25 @@ class TrainingSession:
         tensors, counters = self.trainer.state()
         tensors["session.vocab"] = self.drafter.vocab
         tensors["session.counts"] = self.counts.counts
-        save_checkpoint(
-            folder, tensors, {**facts, "trainer": counters, "tokens_seen": self.tokens_seen}
-        )
+        own = {
+            "schema": CHECKPOINT_SCHEMA,
+            "trainer": counters,
+            "tokens_seen": self.tokens_seen,
+        }
+        save_checkpoint(folder, tensors, {**facts, **own})
 
     def load(self, folder: Path) -> dict[str, Any] | None:
         """Restore from a checkpoint and give back its facts; None when there is none.
 
-        Raises CheckpointError when it is damaged, KeyError when it is of another drafter.
+        Raises CheckpointError when it is damaged or of another schema, KeyError when it is of
+        another drafter.
         """
         found = load_checkpoint(folder)
         if found is None:
             return None
         tensors, facts = found
+        if facts.get("schema") != CHECKPOINT_SCHEMA:
+            raise CheckpointError(f"{folder}: another version of the learner wrote it")
         vocab = tensors.pop("session.vocab")
         if vocab.shape != self.drafter.vocab.shape:
             raise KeyError("the checkpoint's draft vocabulary has another size")

@@ -45,7 +45,7 @@ class LearningOptions(BaseModel, extra="forbid"):
     )
     batch_tokens: int = Field(256, ge=32, description="Output positions in one update")
     replay_gib: float = Field(
-        1.0, gt=0, description="Budget of the replay, in memory and on disk, GiB"
+        1.0, gt=0, description="Budget of the replay in memory, GiB; on disk up to twice that"
     )
     replay_ratio: float = Field(
         8.0, gt=0, description="Trained positions per received position, at most"

@@ -66,6 +66,12 @@ def test_a_good_stream_is_written_down_in_full(stub: Stub) -> None:
     }
     assert body["stream_options"] == {"include_usage": True}
     assert headers["x-paceline-usage"] == "true"
+    assert "x-paceline-tenant" not in headers
+
+
+def test_requests_are_sent_in_their_tenants_name(stub: Stub) -> None:
+    assert one(stub, "go one", tenant="team-a").error is None
+    assert stub.headers[0]["x-paceline-tenant"] == "team-a"
 
 
 def test_a_pause_of_the_server_shows_as_a_gap(stub: Stub) -> None:

@@ -203,7 +203,7 @@ def test_after_a_restart_it_draws_and_judges_the_same(model, spans, senders, tmp
     after = intake(model[1], tmp_path, gib=kib / 2**20)
     after.load_state(json.loads(json.dumps(before.state())))
     seen: list[Span] = []
-    after.reload(senders.inbox, seen.append, count=True)
+    after.reload(senders.inbox, seen.append)
     assert seen == []
     assert senders.inbox.rejected == {}
     assert (after.received, after.training_tokens) == (before.received, before.training_tokens)
@@ -225,7 +225,7 @@ def test_what_came_after_the_last_checkpoint_is_counted_after_a_crash(
     after = intake(model[1], tmp_path)
     after.load_state(state)
     again: list[Span] = []
-    after.reload(senders.inbox, again.append, count=True)
+    after.reload(senders.inbox, again.append)
     assert [s.request_id for s in again] == [s.request_id for s in seen]
     assert (after.received, after.training_tokens) == (before.received, before.training_tokens)
     assert after.replay.heldout_tokens == before.replay.heldout_tokens
@@ -237,7 +237,7 @@ def test_without_a_checkpoint_the_journal_alone_brings_everything_back(
     before = intake(model[1], tmp_path)
     senders.send(before, spans, ignore)
     after = intake(model[1], tmp_path)
-    after.reload(senders.inbox, ignore, count=True)
+    after.reload(senders.inbox, ignore)
     assert (after.received, after.training_tokens) == (before.received, before.training_tokens)
     assert after.replay.training_tokens == before.replay.training_tokens
     assert after.replay.heldout_tokens == before.replay.heldout_tokens
@@ -249,5 +249,5 @@ def test_refused_traces_are_counted_and_not_kept(model, spans, senders, tmp_path
     senders.send(taker, [spans[1], bad, replace(spans[3], lse=spans[3].lse + 3)], ignore)
     assert senders.inbox.rejected == {"not_finite": 1, "logsumexp": 1}
     again = intake(model[1], tmp_path)
-    again.reload(senders.inbox, ignore, count=True)
+    again.reload(senders.inbox, ignore)
     assert again.received == 1

@@ -1,3 +1,4 @@
+import json
 import resource
 import sys
 
@@ -5,8 +6,9 @@ import pytest
 import torch
 
 from learner.drafters.eagle3 import Eagle3
-from learner.session import TrainingSession, keep_freed_memory
+from learner.session import CHECKPOINT_SCHEMA, TrainingSession, keep_freed_memory
 from learner.target import Target
+from rlcore.checkpoint import FACTS, CheckpointError
 from rlcore.settings import LearnSettings
 from tests.learner.tiny import VOCAB, make_span, make_target
 
@@ -91,6 +93,15 @@ def test_a_session_that_starts_over_counts_on_but_keeps_its_own_weights(world):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
+def test_a_checkpoint_of_another_schema_is_refused_in_words(world, tmp_path):
+    session = make(world[1])
+    session.save(tmp_path / "checkpoint", {})
+    facts = tmp_path / "checkpoint" / FACTS
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"schema": CHECKPOINT_SCHEMA - 1}))
+    with pytest.raises(CheckpointError, match="another version"):
+        session.load(tmp_path / "checkpoint")
+
+
 def test_freed_tensors_are_used_again_without_new_pages():
     keep_freed_memory()
 

@@ -157,6 +157,40 @@ def account(kind: str, parts: list[bytes], **headers: str) -> list[dict[str, Any
     return sent
 
 
+@pytest.mark.parametrize(
+    ("headers", "ticket"),
+    [
+        ({}, ("default", True)),
+        ({"x-paceline-learn": "false"}, ("default", False)),
+        ({"x-paceline-learn": "0", "x-paceline-tenant": "team-a"}, ("team-a", False)),
+        ({"x-paceline-learn": "TRUE"}, ("default", True)),
+    ],
+)
+def test_headers_say_whose_a_request_is_and_whether_it_is_learned_from(headers, ticket):
+    seen = []
+
+    async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        found = current_ticket.get()
+        assert found is not None
+        seen.append((found.tenant, found.learn))
+
+    asyncio.run(call(DraftAccount(app, SimpleNamespace(live=4), None), http(**headers)))
+    assert seen == [ticket]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"x-paceline-learn": "no!"}, {"x-paceline-tenant": "a b"}, {"x-paceline-tenant": "x" * 65}],
+)
+def test_a_header_that_cannot_be_meant_is_refused_before_the_app_sees_it(headers):
+    async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        raise AssertionError("the app was called")
+
+    sent = asyncio.run(call(DraftAccount(app, SimpleNamespace(live=4), None), http(**headers)))
+    assert sent[0]["status"] == 400
+    assert b"x-paceline-" in sent[1]["body"]
+
+
 def body_of(sent: list[dict[str, Any]]) -> bytes:
     assert sent[0]["type"] == "http.response.start"
     assert [m.get("more_body", False) for m in sent[1:]] == [True] * (len(sent) - 2) + [False]
