@@ -84,6 +84,8 @@ class Judgement:
     gain: float = 0.0
     slices: tuple[SliceGain, ...] = ()
     """Slices with enough traffic: tenants by name, and ``old``."""
+    harms: bool = False
+    """It is better as a whole, but one slice stops it."""
 
 
 @dataclass
@@ -116,7 +118,8 @@ def judge(
         return Judgement(False, 0.0, 0.0, 0.0, tokens, TOO_LITTLE)
     whole = _compare("recent", recent)
     slices = _slices(recent, _units(candidate, live, "old"))
-    reason = _obstacle(whole, slices, least_gain)
+    harm = _harm(whole, slices)
+    reason = harm or _obstacle(whole, least_gain)
     return Judgement(
         promote=reason is None,
         candidate_length=whole.candidate_length,
@@ -126,6 +129,7 @@ def judge(
         reason=reason or "better than the live version",
         gain=whole.gain,
         slices=slices,
+        harms=harm is not None and whole.gain_lower > 0,
     )
 
 
@@ -140,8 +144,8 @@ def capped_weights(tokens: Mapping[str, float]) -> dict[str, float]:
     return weights
 
 
-def _obstacle(whole: SliceGain, slices: Sequence[SliceGain], least_gain: float) -> str | None:
-    """Why the candidate may not go live; None when nothing is in its way."""
+def _harm(whole: SliceGain, slices: Sequence[SliceGain]) -> str | None:
+    """Which slice the candidate is worse for, if any."""
     for one in slices:
         tolerance = TOLERANCE
         if one.name == "old":
@@ -151,6 +155,11 @@ def _obstacle(whole: SliceGain, slices: Sequence[SliceGain], least_gain: float) 
                 f"worse for {one.name}: {one.candidate_length:.3f} against {one.live_length:.3f} "
                 f"over {one.tokens} tokens"
             )
+    return None
+
+
+def _obstacle(whole: SliceGain, least_gain: float) -> str | None:
+    """Why a candidate that harms nobody may not go live; None when nothing is in its way."""
     if whole.gain_lower <= 0:
         return "not shown to be better"
     if whole.gain < least_gain:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from safetensors import safe_open
 
-from learner.drafters.base import Drafter
+from learner.blend import blended
+from learner.drafters.base import Drafter, Exported
 from learner.gate import FEWEST_SPANS, Judgement, judge
 from learner.judging import LiveScores, conditional_rates, gate_scores, score_spans
 from learner.replay import Replay
@@ -16,6 +20,10 @@ from rlcore.settings import DrafterSettings
 from rlcore.weights import WEIGHTS, WeightError, WeightStore
 
 log = get_logger("learner")
+
+SHARES = (1.0, 0.5)
+"""Shares of the trained weights in a candidate, the rest being the live version's. A smaller one is
+tried when the one before is better as a whole but harms a tenant, or old traffic."""
 
 KEPT_VERSIONS = 4
 """Published versions kept on the learner's side; the server keeps its own."""
@@ -60,9 +68,33 @@ class Publisher:
         ``least_gain``: acceptance length that pays for a swap.
         """
         self._updates_judged = session.trainer.updates
+        for share in SHARES:
+            verdict, rates = self._judge(session, live_version, live, share, replay, least_gain)
+            if not verdict.harms:
+                break
+        manifest = None
+        if verdict.promote:
+            with _candidate(session, live, share) as candidate:
+                exported = candidate.export(self._dtype_of(live_version))
+            facts = self._facts(session, live_version, verdict, rates, share)
+            manifest = self._publish(exported, facts)
+        # Behind the judgement, so that tokens that come in are trained before the next one.
+        session.follow_traffic()
+        return verdict, manifest
+
+    def _judge(
+        self,
+        session: TrainingSession,
+        live_version: int,
+        live: Drafter,
+        share: float,
+        replay: Replay,
+        least_gain: float,
+    ) -> tuple[Judgement, tuple[float, ...]]:
+        """The verdict, and the candidate's conditional acceptance by position."""
         spans = replay.heldout()
         ages = [replay.heldout_slice(span) for span in spans]
-        with session.candidate() as candidate:
+        with _candidate(session, live, share) as candidate:
             mine = score_spans(candidate, spans, self._steps)
         theirs = self._live_scores.of(live_version, live, spans, self._steps)
         verdict = judge(
@@ -73,6 +105,7 @@ class Publisher:
         )
         log.info(
             "candidate judged",
+            share=share,
             length=round(verdict.candidate_length, 3),
             live=round(verdict.live_length, 3),
             gain_at_least=round(verdict.gain_lower, 4),
@@ -80,22 +113,18 @@ class Publisher:
             result=verdict.reason,
             slices={s.name: round(s.gain, 3) for s in verdict.slices},
         )
-        manifest = None
-        if verdict.promote:
-            manifest = self._publish(session, live_version, verdict, conditional_rates(mine))
-        # Behind the judgement, so that tokens that come in are trained before the next one.
-        session.follow_traffic()
-        return verdict, manifest
+        return verdict, conditional_rates(mine)
 
-    def _publish(
+    def _facts(
         self,
         session: TrainingSession,
         parent: int,
         verdict: Judgement,
         rates: tuple[float, ...],
-    ) -> DraftManifest | None:
+        share: float,
+    ) -> DraftManifest:
         parents = self.store.manifest(parent)
-        manifest = DraftManifest(
+        return DraftManifest(
             version=max([self.last_version, *self.store.versions()]) + 1,
             parent=parent,
             method=self._method,
@@ -110,17 +139,18 @@ class Publisher:
             heldout_rates=rates,
             parent_length=verdict.live_length,
             gain_lower=verdict.gain_lower,
+            trained_share=share,
         )
-        with session.candidate() as candidate:
-            tensors, config = candidate.export(self._dtype_of(parent))
+
+    def _publish(self, exported: Exported, facts: DraftManifest) -> DraftManifest | None:
         try:
-            manifest = self.store.publish(tensors, config, manifest)
+            manifest = self.store.publish(*exported, facts)
         except WeightError as error:
             log.error("a version could not be written", reason=str(error))
             return None
         self.last_version = manifest.version
         for old in self.store.versions()[:-KEPT_VERSIONS]:
-            if old != parent:
+            if old != manifest.parent:
                 self.store.remove(old)
         return manifest
 
@@ -129,3 +159,13 @@ class Publisher:
         with safe_open(self.store.folder(version) / WEIGHTS, "pt") as file:
             stored = [file.get_slice(name).get_dtype() for name in file.keys()]  # noqa: SIM118
         return next(DTYPES[name] for name in stored if name in DTYPES)
+
+
+@contextmanager
+def _candidate(session: TrainingSession, live: Drafter, share: float) -> Iterator[Drafter]:
+    with session.candidate() as candidate:
+        if share == 1.0:
+            yield candidate
+        else:
+            with blended(candidate, live, share):
+                yield candidate

@@ -148,6 +148,8 @@ class DraftManifest(msgspec.Struct, frozen=True):
     """The parent's estimated acceptance length on those same traces."""
     gain_lower: float | None = None
     """95 % lower bound of the paired gain in acceptance length over the parent."""
+    trained_share: float = 1.0
+    """Share of the trained weights; the rest are the parent's."""
     schema: int = SCHEMA_VERSION
 
 

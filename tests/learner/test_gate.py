@@ -187,8 +187,16 @@ def test_forgetting_old_traffic_stops_a_small_gain_and_not_a_large_one():
     small = traffic([("a", "recent", 80, loss), ("a", "old", 80, -loss)], seed=4)
     assert not small.promote
     assert small.reason.startswith("worse for old: ")
+    assert small.harms
     large = traffic([("a", "recent", 80, 2 * loss / OLD_SHARE), ("a", "old", 80, -loss)], seed=4)
     assert large.promote
+
+
+def test_what_is_no_better_as_a_whole_does_not_count_as_harm_to_one_slice():
+    worse = traffic([("a", "recent", 80, -0.3), ("a", "old", 80, -0.3)], seed=4)
+    assert not worse.promote
+    assert not worse.harms
+    assert not traffic([("a", "recent", 80, 0.5), ("a", "old", 80, 0.5)], seed=4).harms
 
 
 def test_old_traffic_alone_promotes_nothing():
