@@ -18,10 +18,10 @@ from learner.batch import Span
 from learner.inbox import Inbox
 from learner.intake import Intake
 from learner.target import Target
-from rlcore.records import RecordError, TensorSpec, VerifyTrace, encode
+from rlcore.records import RecordError, encode
 from rlcore.settings import DrafterSettings
 from rlcore.transport import learner_endpoints, open_socket
-from tests.learner.tiny import HIDDEN, VOCAB, make_span, make_target
+from tests.learner.tiny import HIDDEN, VOCAB, make_span, make_target, make_trace
 
 
 @pytest.fixture(scope="module")
@@ -43,28 +43,13 @@ def spans(model):
     ]
 
 
-def message(span: Span, **fields: object) -> tuple[VerifyTrace, list[bytes]]:
-    tensors = {"aux": span.aux, "last": span.last, "logsumexp": span.lse}
-    found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    trace = VerifyTrace(
-        request_id=span.request_id, tenant=span.tenant, target_version=0, span_index=0, final=True,
-        first_position=span.first_position, prompt_length=span.prompt_length,
-        prompt_hash=span.prompt_hash, token_ids=span.token_ids.tolist(), sampling=span.sampling,
-        grammar=False, steps=[],
-        tensors=[TensorSpec(name, "float32", tuple(t.shape)) for name, t in found.items()],
-    )  # fmt: skip
-    for name, value in fields.items():
-        setattr(trace, name, value)
-    return trace, [t.numpy().tobytes() for t in found.values()]
-
-
 def intake(target: Target, folder: Path | None = None, gib: float = 0.001) -> Intake:
     return Intake(DrafterSettings(replay_gib=gib, gate_tokens=100), folder, target)
 
 
 def refusal(taker: Intake, span: Span, **fields: object) -> str | None:
     try:
-        taker.put(*message(span, **fields))
+        taker.put(*make_trace(span, **fields))
     except RecordError as error:
         return error.reason
     return None
@@ -166,7 +151,7 @@ class Senders:
 
     def send(self, taker: Intake, spans: list[Span], seen: Callable[[Span], None]) -> None:
         for span in spans:
-            trace, frames = message(span)
+            trace, frames = make_trace(span)
             self._push.send_multipart([encode(trace), *frames])
             self.inbox.wait(5000)
             assert taker.take(self.inbox, seen)

@@ -14,23 +14,17 @@ from learner.batch import Span
 from learner.lab_data import HELDOUT_SHARE, batches, is_heldout, read_traffic
 from learner.lab_table import Result, markdown
 from learner.recording import Recorder
-from rlcore.records import TensorSpec, VerifyTrace, encode
+from rlcore.records import encode
 from rlcore.target import model_identity
-from tests.learner.tiny import make_span, make_target
+from tests.learner.tiny import make_span, make_target, make_trace
 
 torch.set_num_threads(1)
 
 
 def trace_message(span: Span, prompt: int) -> list[bytes]:
-    tensors = {"aux": span.aux, "last": span.last, "logsumexp": span.lse}
-    trace = VerifyTrace(
-        request_id=span.request_id, tenant="t", target_version=0, span_index=0, final=True,
-        first_position=0, prompt_length=span.prompt_length,
-        prompt_hash=hashlib.blake2b(str(prompt).encode(), digest_size=16).hexdigest(),
-        token_ids=span.token_ids.tolist(), sampling=span.sampling, grammar=False, steps=[],
-        tensors=[TensorSpec(name, "float32", tuple(t.shape)) for name, t in tensors.items()],
-    )  # fmt: skip
-    return [encode(trace), *(t.numpy().tobytes() for t in tensors.values())]
+    prompt_hash = hashlib.blake2b(str(prompt).encode(), digest_size=16).hexdigest()
+    trace, frames = make_trace(span, prompt_hash=prompt_hash)
+    return [encode(trace), *frames]
 
 
 @pytest.fixture(scope="module")
