@@ -109,8 +109,7 @@ class Course:
     def begin(self, version: int, checkpoint: Path | None) -> dict[str, Any] | None:
         """Start training from a version, or go on where a checkpoint stopped; its facts, if so."""
         self.session = self._new_session(version)
-        origin = self.publisher.store.manifest(version).origin
-        self._pace = Pace(trained=origin != "untrained")
+        self._pace = Pace(trained=self._is_trained(version))
         if checkpoint is None:
             return None
         try:
@@ -136,7 +135,13 @@ class Course:
         }
 
     def _new_session(self, version: int) -> TrainingSession:
-        return TrainingSession(self._load(version), self._target, self._settings)
+        session = TrainingSession(self._load(version), self._target, self._settings)
+        if self._is_trained(version):
+            session.counts.trust(session.drafter.vocab)
+        return session
+
+    def _is_trained(self, version: int) -> bool:
+        return self.publisher.store.manifest(version).origin != "untrained"
 
     def _load(self, version: int) -> Drafter:
         folder = self.publisher.store.folder(version)
@@ -230,6 +235,10 @@ class Course:
     def retreat(self) -> Retreat | None:
         """The order to go back, until the server has done so."""
         return self._retreat
+
+    def retreat_refused(self) -> None:
+        """The server cannot go back: learn on from what is live, whatever it is."""
+        self._retreat = None
 
     # --- training and publishing ---
 

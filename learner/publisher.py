@@ -53,7 +53,7 @@ class Publisher:
             if replay.heldout_slice(span) == "recent"
         ]
         enough = sum(judged) >= self._gate_tokens and sum(map(bool, judged)) >= FEWEST_SPANS
-        return enough and session.trainer.updates != self._updates_judged
+        return enough and session.trainer.updates not in (0, self._updates_judged)
 
     def consider(
         self,

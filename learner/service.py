@@ -37,6 +37,9 @@ FETCH_INTERVAL = 5.0
 RETREAT_INTERVAL = 5.0
 """Seconds between two orders to go back, until the server has."""
 
+RETREAT_ORDERS = 5
+"""Orders to go back that a server may refuse before it is left with what it has."""
+
 
 class Learner:
     def __init__(
@@ -53,6 +56,7 @@ class Learner:
         self._asked: tuple[bytes, int, str] | None = None
         """(server, version, digest) of the files that are on their way."""
         self._next_fetch = self._next_report = self._next_retreat = 0.0
+        self._refused_orders = 0
         self._next_checkpoint = time.monotonic() + settings.checkpoint_interval_s
         self._stopping = False
 
@@ -196,11 +200,16 @@ class Learner:
     def _hear(self, verdict: Verdict) -> None:
         if verdict.live:
             self._course.swapped(verdict.seconds)
+            self._refused_orders = 0
             log.info("the server took the version", version=verdict.version)
-        else:
-            log.warning(
-                "the server refused the version", version=verdict.version, reason=verdict.error
-            )
+            return
+        log.warning("the server refused the version", version=verdict.version, reason=verdict.error)
+        retreat = self._course.retreat()
+        if retreat is not None and retreat.to == verdict.version:
+            self._refused_orders += 1
+            if self._refused_orders >= RETREAT_ORDERS:
+                self._refused_orders = 0
+                self._course.retreat_refused()
 
     # --- reports and checkpoints ---
 

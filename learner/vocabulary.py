@@ -23,6 +23,11 @@ STAY_FACTOR = 1.5
 starts untrained, so coming and going costs acceptance."""
 
 
+TRUSTED_COUNT = 10.0
+"""Times that each token of a trained drafter's vocabulary counts as seen: it was chosen for a reason, and
+its row was trained, which a token that comes in has to make up for."""
+
+
 class TrafficCounts:
     """How often each target token was seen in traffic that may be trained on."""
 
@@ -33,6 +38,10 @@ class TrafficCounts:
         weights = torch.full(span.token_ids.shape, PROMPT_WEIGHT, dtype=torch.float64)
         weights[span.first_anchor + 1 :] = 1.0
         self.counts.index_add_(0, span.token_ids, weights)
+
+    def trust(self, vocab: Tensor) -> None:
+        """``vocab`` is a trained drafter's."""
+        self.counts[vocab] += TRUSTED_COUNT
 
 
 @torch.no_grad()

@@ -173,3 +173,30 @@ def test_a_checkpoint_brings_back_the_course(world, tmp_path):
     assert facts is not None
     assert again.progress == course.progress
     assert again.facts() == course.facts()
+
+
+def test_a_server_that_cannot_go_back_is_learned_on_from(world, tmp_path):
+    course, digests = begun(world, tmp_path)
+    course.went_live(1, digests[1])
+    for seed in range(60):
+        course.saw(agreeable(world, seed, version=1), now=float(seed))
+    session = course.session
+    assert course.retreat() is not None
+    course.retreat_refused()
+    assert course.retreat() is None
+    course.went_live(0, digests[0])
+    assert course.session is session
+
+
+def test_a_trained_drafters_vocabulary_is_trusted_and_an_untrained_ones_is_not(world, tmp_path):
+    _, target, head = world
+    store = WeightStore(tmp_path)
+    digest = publish(store, head, 0, None, "given")
+    course = Course(SETTINGS, target, store, Intake(SETTINGS, None, target), watched=True)
+    course.went_live(0, digest)
+    course.begin(0, None)
+    assert course.session is not None
+    assert (course.session.counts.counts[head.vocab] > 0).all()
+    untrained, _ = begun(world, tmp_path / "untrained")
+    assert untrained.session is not None
+    assert not untrained.session.counts.counts.any()

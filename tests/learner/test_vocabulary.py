@@ -7,7 +7,7 @@ import torch
 
 from learner.drafters.eagle3 import Eagle3
 from learner.target import Target
-from learner.vocabulary import STAY_FACTOR, TrafficCounts, follow_traffic
+from learner.vocabulary import STAY_FACTOR, TRUSTED_COUNT, TrafficCounts, follow_traffic
 from rlcore.optim import MuonAdamW
 from tests.learner.tiny import VOCAB, make_span, make_target
 
@@ -67,3 +67,17 @@ def test_generated_tokens_count_more_than_the_prompts(world):
     generated = torch.bincount(span.token_ids[span.first_anchor + 1 :], minlength=VOCAB)
     assert torch.all(traffic.counts >= generated)
     assert traffic.counts.sum() < len(span.token_ids)
+
+
+def test_a_trained_vocabulary_outlasts_a_few_strangers(world):
+    _, target = world
+    head, _ = trained_head(target)
+    strangers = [t for t in range(VOCAB) if t not in head.vocab.tolist()]
+    traffic = TrafficCounts(VOCAB)
+    traffic.counts[strangers] = 3.0
+    fresh = Eagle3.build(target, vocab_size=32)
+    assert follow_traffic(fresh, target, traffic.counts, None) > 0
+    traffic.trust(head.vocab)
+    assert follow_traffic(head, target, traffic.counts, None) == 0
+    traffic.counts[strangers[0]] = 3 * STAY_FACTOR * TRUSTED_COUNT
+    assert follow_traffic(head, target, traffic.counts, None) == 1
