@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 
+from learner.objectives.named import recipe
 from learner.recording import Recording
 from rlcore.errors import PacelineError
 from rlcore.home import Home
@@ -35,6 +36,7 @@ def main(argv: list[str]) -> int:
 
 def _rehearse(settings: ReplaySettings) -> int:
     setup_logging("learner", settings.log_json, settings.log_level)
+    recipe(settings.objective)  # a name that is not there is said at once
     if settings.out.exists():
         raise LearnError(f"{settings.out} exists; give --out a new folder")
     recordings = [Recording(path, cut_ok=settings.cut_ok) for path in settings.replay]
@@ -62,6 +64,7 @@ def _end_with(parent_pid: int) -> None:
 
 
 def _learn(settings: LearnSettings, home: Home) -> int:
+    recipe(settings.objective)  # a name that is not there is said at once
     folder = local_model(settings.target, home)
     target_id = model_identity(folder)
 

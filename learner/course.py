@@ -18,7 +18,6 @@ from learner.batch import Span
 from learner.drafters.base import Drafter
 from learner.drafters.registry import DRAFTERS
 from learner.drift import TenantDrift
-from learner.gate import TOO_LITTLE
 from learner.intake import Intake
 from learner.pace import Outcome, Pace, Pacing, Traffic
 from learner.publisher import Publisher
@@ -230,7 +229,7 @@ class Course:
         log.info("the watch over the live version ends", **asdict(result))
         if result.decision == "roll_back":
             self._retreat = Retreat(self.live.version, self._before.version, result.reason)
-        self._watch = None
+        self._watch = self._before = None
 
     def retreat(self) -> Retreat | None:
         """The order to go back, until the server has done so."""
@@ -290,14 +289,14 @@ class Course:
         if session.trainer.updates == 0:
             session.follow_traffic()
         session.trainer.lr_scale = pacing.lr_scale
-        started = time.perf_counter()
+        started = time.process_time()
         spans = replay.draw(self._settings.batch_tokens)
         metrics = session.update(spans)
         if metrics.skipped is not None:
             log.warning("an update was skipped", reason=metrics.skipped)
         else:
             tokens = sum(span.anchors for span in spans)
-            self._recent.append((time.perf_counter() - started, tokens, metrics.loss))
+            self._recent.append((time.process_time() - started, tokens, metrics.loss))
         return True
 
     def due(self, now: float) -> bool:
@@ -320,27 +319,28 @@ class Course:
         assert self.session is not None
         assert self.live is not None
         self.progress.phase = "judging"
-        started = time.perf_counter()
+        started = time.process_time()
         verdict, manifest = self.publisher.consider(
             self.session,
             self.live.version,
             self.live.drafter,
             self.intake.replay,
-            self.pacing().least_gain,
+            self.pacing().least_gain if self._watched else 0.0,  # offline a swap costs nothing
         )
         progress = self.progress
         progress.judged += 1
-        progress.heldout_length = verdict.candidate_length
-        progress.live_length = verdict.live_length
+        if verdict.compared:
+            progress.heldout_length = verdict.candidate_length
+            progress.live_length = verdict.live_length
         progress.published += manifest is not None
         outcome = Outcome(
             gain=verdict.gain,
             gain_lower=verdict.gain_lower,
             length=verdict.live_length,
             promoted=manifest is not None,
-            seconds=time.perf_counter() - started if self._watched else 0.0,
+            seconds=time.process_time() - started if self._watched else 0.0,
         )
-        if verdict.reason != TOO_LITTLE:
+        if verdict.compared:
             self._pace.judged(outcome, self._traffic())
         self._next_judgement = now + self.publish_interval_s
         return manifest
@@ -350,7 +350,7 @@ class Course:
         self._pace.swapped(stall_s, COLD_TOKENS, self._traffic())
 
     def recent(self) -> tuple[float | None, float]:
-        """(loss, positions per second) over the last updates."""
+        """(loss, positions per second of processor time) over the last updates."""
         if not self._recent:
             return None, 0.0
         seconds = sum(s for s, _, _ in self._recent)

@@ -36,9 +36,6 @@ kind is not served at present, and a drafter of fixed size cannot always hold bo
 LARGEST_SUM = 1e9
 """No span's lengths sum up to more; a score beyond it, or NaN, is broken."""
 
-TOO_LITTLE = "too little held-out traffic"
-"""The reason of a judgement that is none."""
-
 SMALL_TENANTS = "small tenants"
 
 Age = Literal["recent", "old"]
@@ -86,6 +83,8 @@ class Judgement:
     """Slices with enough traffic: tenants by name, and ``old``."""
     harms: bool = False
     """It is better as a whole, but one slice stops it."""
+    compared: bool = False
+    """There was enough to compare, and the scores were numbers."""
 
 
 @dataclass
@@ -115,7 +114,7 @@ def judge(
     if broken:
         return Judgement(False, 0.0, 0.0, 0.0, tokens, f"{broken} scores are not finite")
     if tokens < fewest_tokens or len(recent) < FEWEST_SPANS:
-        return Judgement(False, 0.0, 0.0, 0.0, tokens, TOO_LITTLE)
+        return Judgement(False, 0.0, 0.0, 0.0, tokens, "too little held-out traffic")
     whole = _compare("recent", recent)
     slices = _slices(recent, _units(candidate, live, "old"))
     harm = _harm(whole, slices)
@@ -130,6 +129,7 @@ def judge(
         gain=whole.gain,
         slices=slices,
         harms=harm is not None and whole.gain_lower > 0,
+        compared=True,
     )
 
 

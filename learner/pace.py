@@ -202,6 +202,8 @@ class Pace:
     def rolled_back(self) -> None:
         """A promoted version was worse live: what is held out misleads, so go slowly."""
         self._memory.lr_scale = max(LR_FLOOR, self._memory.lr_scale / 2)
+        self._memory.idle_at = None
+        self._memory.without_gain = 0
         if self._memory.growth is not None:
             self._memory.growth /= LARGEST_CHANGE**2
         self._memory.reason = "rolled back"

@@ -47,12 +47,13 @@ class Publisher:
     def due(self, session: TrainingSession, replay: Replay) -> bool:
         """Whether there is something new to judge, and enough recent traffic to judge it on."""
         # An anchor with fewer than K known tokens behind it cannot be judged.
-        judged = [
-            max(0, span.anchors - self._steps + 1)
-            for span in replay.heldout()
-            if replay.heldout_slice(span) == "recent"
-        ]
-        enough = sum(judged) >= self._gate_tokens and sum(map(bool, judged)) >= FEWEST_SPANS
+        tokens, prompts = 0, set()
+        for span in replay.heldout():
+            judged = span.anchors - self._steps + 1
+            if judged > 0 and replay.heldout_slice(span) == "recent":
+                tokens += judged
+                prompts.add((span.tenant, span.prompt_hash))
+        enough = tokens >= self._gate_tokens and len(prompts) >= FEWEST_SPANS
         return enough and session.trainer.updates not in (0, self._updates_judged)
 
     def consider(

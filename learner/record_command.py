@@ -57,7 +57,9 @@ def _record(
     tokens = 0
     report = LearnerReport(pid=os.getpid(), phase="recording")
     next_report = next_log = time.monotonic()
-    while not stopping and recorder.bytes < settings.max_gib * 2**30:
+    taken = True
+    # After a signal, what waits in the socket is still taken.
+    while (not stopping or taken) and recorder.bytes < settings.max_gib * 2**30:
         for server, message, _ in inbox.messages():
             if isinstance(message, Hello):
                 if (message.target_id, message.method) == (target_id, settings.method):
@@ -69,8 +71,9 @@ def _record(
                         target=message.target_id,
                         method=message.method,
                     )
-        taken = inbox.traces(_any_trace)
-        for trace, frames in taken:
+        arrived = inbox.traces(_any_trace)
+        taken = bool(arrived)
+        for trace, frames in arrived:
             recorder.add(frames)
             tokens += sum(step.accepted + 1 for step in trace.steps)
         report.received, report.rejected = recorder.records, dict(inbox.rejected)
@@ -81,7 +84,7 @@ def _record(
         if now >= next_log:
             next_log = now + LOG_INTERVAL
             log.info("recorded so far", traces=recorder.records, output_tokens=tokens)
-        if not taken:
+        if not taken and not stopping:
             inbox.wait(200)
     recorder.close()
 

@@ -111,12 +111,15 @@ class Learner:
                 self._inbox.reject("unexpected")
 
     def _greet(self, server: bytes, hello: Hello) -> None:
-        if (hello.target_id, hello.method) != (self._target_id, self._settings.method):
+        settings = self._settings
+        theirs = (hello.target_id, hello.method, hello.speculative_tokens)
+        if theirs != (self._target_id, settings.method, settings.speculative_tokens):
             self._inbox.reject("hello_target")
             log.warning(
-                "a server of another target or method asks for this learner",
+                "a server of another target, method or K asks for this learner",
                 target=hello.target_id,
                 method=hello.method,
+                speculative_tokens=hello.speculative_tokens,
             )
             return
         self._intake.target_version = hello.target_version
@@ -157,8 +160,13 @@ class Learner:
             self._set_live(version, sha256)
 
     def _set_live(self, version: int, sha256: str) -> None:
-        if self._course.went_live(version, sha256) and self._course.session is None:
+        before = self._course.session
+        if not self._course.went_live(version, sha256):
+            return
+        if self._course.session is None:
             self._begin(version)
+        elif self._course.session is not before:
+            self._checkpoint()  # what a crash would bring back is not trusted any more
 
     def _begin(self, version: int) -> None:
         """Start training from the live version, or go on where the last checkpoint stopped."""

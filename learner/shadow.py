@@ -17,6 +17,10 @@ from learner.objective import acceptance, expected_length
 from rlcore.precision import mixed_precision
 from rlcore.records import VerifyStep
 
+CUT_SHARE = 0.25
+"""Share of the prompt that a prefix-cache hit may have kept out of the span: what the replayed drafter
+cannot see makes it look worse than it is."""
+
 
 @dataclass(frozen=True)
 class PairedSteps:
@@ -33,11 +37,11 @@ def shadow(other: Drafter, span: Span, live_version: int, steps: int) -> PairedS
     """Compare ``other`` with the ``live_version`` over the span, K = ``steps``.
 
     They are compared from the first drafting step on, as far as the live version drafted K tokens
-    in every step and the span holds the target's rows for all of them. None when the span does not
-    begin with its prompt (then the context that the engine's drafter had is not in it), or another
-    version drafted first.
+    in every step and the span holds the target's rows for all of them. None when too much of the
+    prompt is not in the span (the context that the engine's drafter had), or another version
+    drafted first.
     """
-    if span.first_position >= span.prompt_length:
+    if span.first_position > CUT_SHARE * span.prompt_length:
         return None
     drafting = [i for i, step in enumerate(span.steps) if step.draft_ids]
     if not drafting:
@@ -49,7 +53,7 @@ def shadow(other: Drafter, span: Span, live_version: int, steps: int) -> PairedS
     run = []
     for step in span.steps[drafting[0] :]:
         fits = step.draft_version == live_version and len(step.draft_ids) == steps
-        if not fits or _anchor(span, step) >= judged:
+        if not fits or not 0 <= _anchor(span, step) < judged:
             break
         run.append(step)
     if not run:

@@ -65,6 +65,7 @@ class Drafts:
         self.on_change: list[Callable[[], None]] = []
         self._lock = asyncio.Lock()
         self._swap: Swap | None = None
+        self._manifest = store.manifest(state.live)
 
     @classmethod
     def load(cls, store: WeightStore, target_id: str, method: str) -> Drafts | None:
@@ -79,7 +80,8 @@ class Drafts:
         self._swap = swap
 
     def manifest(self) -> DraftManifest:
-        return self.store.manifest(self.live)
+        """Of the live version."""
+        return self._manifest
 
     def next_version(self) -> int:
         return max([*self.store.versions(), self.live]) + 1
@@ -115,7 +117,7 @@ class Drafts:
             if report["error"] is not None:
                 self._failed(report["reason"])
                 raise DraftError(f"draft version {version} was refused: {report['error']}")
-            self.previous, self.live = self.live, version
+            self.previous, self.live, self._manifest = self.live, version, manifest
             write_live(self.store.root, LiveDraft(self.live, self.previous))
             self.history.add(version, self.previous, cause, reason)
             self.statistics.count += 1

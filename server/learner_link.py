@@ -121,6 +121,8 @@ class LearnerLink:
                     f"but {self._drafts.live} is live now"
                 )
             await self._fetch(version)
+            if announce.manifest.parent != self._drafts.live:  # it changed meanwhile
+                raise DraftError(f"version {self._drafts.live} went live in the meantime")
             seconds = await self._drafts.activate(version, "promoted")
         except (DraftError, WeightError) as failure:
             error = str(failure)

@@ -92,7 +92,14 @@ def test_nothing_is_compared_without_the_context_or_the_version(world):
     whole = served(span, [1, 2])
     assert shadow(drafter, whole, LIVE + 1, K) is None
     assert shadow(drafter, replace(whole, steps=()), LIVE, K) is None
-    assert shadow(drafter, replace(whole, prompt_length=0), LIVE, K) is None
+    assert shadow(drafter, moved(whole, 1), LIVE, K) is not None
+    assert shadow(drafter, moved(whole, 4), LIVE, K) is None
+
+
+def test_a_step_that_no_anchor_stands_for_ends_the_comparison(world):
+    span, drafter = world
+    first = VerifyStep(span.prompt_length, LIVE, [1, 2, 3], 0, int(span.token_ids[6]))
+    assert shadow(drafter, replace(span, steps=(first,)), LIVE, K) is None
 
 
 def test_live_acceptance_counts_its_own_drafting_steps_only(world):
@@ -103,6 +110,17 @@ def test_live_acceptance_counts_its_own_drafting_steps_only(world):
     assert drafted(replace(whole, steps=(whole.steps[0], other, whole.steps[2])), LIVE) == (5, 2)
     plain = VerifyStep(whole.steps[0].position, LIVE, [], 0, whole.steps[0].replacement)
     assert drafted(replace(whole, steps=(plain,)), LIVE) == (0, 0)
+
+
+def moved(span, by):
+    """As if ``by`` tokens of a longer prompt had been in the prefix cache."""
+    steps = [
+        VerifyStep(s.position + by, s.draft_version, s.draft_ids, s.accepted, s.replacement)
+        for s in span.steps
+    ]
+    return replace(
+        span, first_position=by, prompt_length=span.prompt_length + by, steps=tuple(steps)
+    )
 
 
 def replace_step(step, version=None, drafts=None):
