@@ -14,9 +14,10 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from clients.bench.figures import Parts, length, throughput
+from clients.bench.plot_style import GREY, INK, clean, label_versions
 from clients.bench.samples import Change, Sample
 
-INK, GREY, SHADE, RED = "#22262e", "#b9bec8", "#f1f3f8", "#c0352b"
+SHADE, RED = "#f1f3f8", "#c0352b"
 COLOURS = {
     "none": "#8a8f99",
     "ngram": "#b07a16",
@@ -26,9 +27,6 @@ COLOURS = {
 }
 SMOOTHED = 3
 """Blocks pooled in a point of a line; the blocks themselves are dots."""
-
-MOST_LABELS = 12
-"""More version labels than this would run into each other."""
 
 
 def plot(
@@ -47,7 +45,7 @@ def plot(
     low.set_ylim(0)
     low.set_xlabel("thousand tokens served by online")
     for axes in (top, low):
-        _clean(axes)
+        clean(axes)
         _mark(axes, samples, changes)
     _label(top, samples, changes)
     low.legend(loc="lower right", frameon=False, ncols=len(modes), fontsize=9)
@@ -114,18 +112,9 @@ def _label(axes: Axes, samples: Sequence[Sample], changes: Sequence[Change]) -> 
             fontweight="bold",
             color=INK,
         )
-    every = max(1, math.ceil(len(changes) / MOST_LABELS))
-    for change in [*reversed(changes)][::every]:
-        axes.annotate(
-            f"v{change.version}",
-            (change.tokens / 1000, 1.0),
-            xycoords=("data", "axes fraction"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8,
-            color=RED if change.rollback else INK,
-        )
+    label_versions(
+        axes, [(c.tokens / 1000, c.version, RED if c.rollback else INK) for c in changes]
+    )
 
 
 def spans(samples: Sequence[Sample]) -> list[tuple[int, int, str, bool]]:
@@ -147,11 +136,3 @@ def _shifts(samples: Sequence[Sample]) -> list[int]:
     for begin, _, phase, _ in spans(samples):
         begins.setdefault(phase, begin)
     return list(begins.values())
-
-
-def _clean(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GREY)
-    axes.tick_params(colors=INK, labelsize=9)
-    axes.grid(axis="y", color="#eceef2", lw=0.8)
-    axes.set_axisbelow(True)

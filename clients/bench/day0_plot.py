@@ -12,11 +12,10 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
 
-BLUE, TEAL, GREY, INK = "#2457c5", "#12826e", "#b9bec8", "#22262e"
-MOST_LABELS = 12
-"""More version labels than this would run into each other."""
+from clients.bench.plot_style import GREY, INK, clean, label_versions
+
+BLUE, TEAL = "#2457c5", "#12826e"
 
 
 class CurvePoint(Protocol):
@@ -72,21 +71,10 @@ def plot(
     low.set_ylabel("output tokens/s\n(last 30 s)")
     low.set_xlabel("minutes since the server began to serve")
     for axes in (top, low):
-        _clean(axes)
+        clean(axes)
         for change in changes:
             axes.axvline(change.time / 60, color=GREY, lw=0.9, zorder=0)
-    every = max(1, math.ceil(len(changes) / MOST_LABELS))
-    for change in [*reversed(changes)][::every]:
-        top.annotate(
-            f"v{change.version}",
-            (change.time / 60, 1.0),
-            xycoords=("data", "axes fraction"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8,
-            color=INK,
-        )
+    label_versions(top, [(c.time / 60, c.version, INK) for c in changes])
     low.set_xlim(0, max([*minutes, 0.1]))
     figure.suptitle(
         "Day 0: the drafter learns from the traffic it serves",
@@ -103,11 +91,3 @@ def plot(
 
 def _values(values: Any) -> list[float]:
     return [math.nan if value is None else value for value in values]
-
-
-def _clean(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GREY)
-    axes.tick_params(colors=INK, labelsize=9)
-    axes.grid(axis="y", color="#eceef2", lw=0.8)
-    axes.set_axisbelow(True)

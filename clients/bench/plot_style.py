@@ -1,0 +1,36 @@
+"""How all pictures of the benchmarks look."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+
+INK, GREY = "#22262e", "#b9bec8"
+MOST_LABELS = 12
+"""More version labels than this would run into each other."""
+
+
+def clean(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GREY)
+    axes.tick_params(colors=INK, labelsize=9)
+    axes.grid(axis="y", color="#eceef2", lw=0.8)
+    axes.set_axisbelow(True)
+
+
+def label_versions(axes: Axes, labels: Sequence[tuple[float, int, str]]) -> None:
+    """(place on the x axis, version, colour), in order; the last one is always written."""
+    every = max(1, math.ceil(len(labels) / MOST_LABELS))
+    for at, version, colour in [*reversed(labels)][::every]:
+        axes.annotate(
+            f"v{version}",
+            (at, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+            color=colour,
+        )
