@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from learner.batch import Span
-from rlcore.records import Sampling
+from rlcore.records import Sampling, TensorSpec, VerifyTrace, encode
 
 NEVER, ALWAYS = "f" * 32, "0" * 32
 """Prompt hashes that no share, or every share, holds out."""
@@ -20,3 +20,14 @@ def span(
         lse=torch.zeros(rows), first_position=0, prompt_length=prompt_length, prompt_hash=prompt,
         steps=(), sampling=Sampling(), tenant=tenant, request_id=str(name),
     )  # fmt: skip
+
+
+def message(number: int, rows: int) -> list[bytes]:
+    """A trace message with one tensor, of so many rows."""
+    trace = VerifyTrace(
+        request_id=f"r{number}", tenant="t", target_version=0, span_index=0, final=True,
+        first_position=0, prompt_length=1, prompt_hash="h", token_ids=[1] * (rows + 1),
+        sampling=Sampling(), grammar=False, steps=[],
+        tensors=[TensorSpec("last", "float32", (rows, 2))],
+    )  # fmt: skip
+    return [encode(trace), bytes([number % 256]) * (rows * 8)]

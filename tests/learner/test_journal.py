@@ -11,17 +11,7 @@ from hypothesis import strategies as st
 
 import learner.journal as journal_module
 from learner.journal import Journal
-from rlcore.records import Sampling, TensorSpec, VerifyTrace, encode
-
-
-def message(number: int, rows: int) -> list[bytes]:
-    trace = VerifyTrace(
-        request_id=f"r{number}", tenant="t", target_version=0, span_index=0, final=True,
-        first_position=0, prompt_length=1, prompt_hash="h", token_ids=[1] * (rows + 1),
-        sampling=Sampling(), grammar=False, steps=[],
-        tensors=[TensorSpec("last", "float32", (rows, 2))],
-    )  # fmt: skip
-    return [encode(trace), bytes([number % 256]) * (rows * 8)]
+from tests.learner.made_spans import message
 
 
 def write(root: Path, messages: list[list[bytes]], max_bytes: int = 10**9) -> None:

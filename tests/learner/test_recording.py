@@ -9,17 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from learner.recording import LONGEST_HEADER, MAGIC, Recorder, Recording, RecordingError
-from rlcore.records import SCHEMA_VERSION, Sampling, TensorSpec, VerifyTrace, encode
-
-
-def message(number: int, rows: int) -> list[bytes]:
-    trace = VerifyTrace(
-        request_id=f"r{number}", tenant="t", target_version=0, span_index=0, final=True,
-        first_position=0, prompt_length=1, prompt_hash="h", token_ids=[1] * (rows + 1),
-        sampling=Sampling(), grammar=False, steps=[],
-        tensors=[TensorSpec("last", "float32", (rows, 2))],
-    )  # fmt: skip
-    return [encode(trace), bytes([number % 256]) * (rows * 8)]
+from rlcore.records import SCHEMA_VERSION, encode
+from tests.learner.made_spans import message
 
 
 def record(path: Path, rows: list[int]) -> list[list[bytes]]:
