@@ -121,6 +121,7 @@ class Course:
             self.progress = Progress(**facts["progress"])
             self._pace.load_state(facts["pace"])
             self._drift.load_state(facts["drift"])
+            self._resume_watch(facts["watch"])
             self.publisher.last_version = max(self.publisher.last_version, facts["last_version"])
         return facts
 
@@ -130,6 +131,9 @@ class Course:
             "progress": asdict(self.progress),
             "pace": self._pace.state(),
             "drift": self._drift.state(),
+            "watch": None
+            if self._watch is None
+            else [self._watch.version, self._watch.predecessor, self._watch.state()],
             "last_version": self.publisher.last_version,
         }
 
@@ -181,6 +185,13 @@ class Course:
             self._before = LiveDraft(manifest.parent, sha256, drafter)
         if self._before is not None:
             self._watch = Watch(self.live.version, self._before.version)
+
+    def _resume_watch(self, saved: list[Any] | None) -> None:
+        """Go on with a watch over the same two versions."""
+        if saved is not None and self._watch is not None:
+            version, predecessor, state = saved
+            if (version, predecessor) == (self._watch.version, self._watch.predecessor):
+                self._watch.load_state(state)
 
     def _start_over(self, version: int) -> None:
         """Train on from the version that was gone back to: what came after it is not trusted."""

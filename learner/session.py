@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from learner.batch import Span, SpanBatch, collate
+from learner.blend import HEAD
 from learner.drafters.base import Drafter
 from learner.objective import DistillObjective
 from learner.objectives.named import recipe
@@ -34,9 +35,7 @@ AVERAGE_HALF_LIFE = 10.0
 ORTHOGONALISE_BLOCK = 192
 """Width of the pieces that Muon orthogonalises: less than half the time of whole matrices."""
 
-HEAD = "lm_head.weight"
-
-CHECKPOINT_SCHEMA = 2
+CHECKPOINT_SCHEMA = 3
 """A checkpoint of another one is not gone on from."""
 
 

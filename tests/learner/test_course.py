@@ -200,3 +200,21 @@ def test_a_trained_drafters_vocabulary_is_trusted_and_an_untrained_ones_is_not(w
     untrained, _ = begun(world, tmp_path / "untrained")
     assert untrained.session is not None
     assert not untrained.session.counts.counts.any()
+
+
+def test_a_watch_goes_on_after_a_restart(world, tmp_path):
+    course, digests = begun(world, tmp_path / "store")
+    course.went_live(1, digests[1])
+    course.saw(agreeable(world, 0, version=1), now=0.0)
+    assert course.session is not None
+    course.session.save(tmp_path / "checkpoint", course.facts())
+    store, intake = course.publisher.store, course.intake
+    again = Course(SETTINGS, world[1], store, intake, watched=True)
+    again.went_live(1, digests[1])
+    again.begin(1, tmp_path / "checkpoint")
+    assert again.facts()["watch"] == course.facts()["watch"]
+    assert again.facts()["watch"][2]["requests"]
+    other = Course(SETTINGS, world[1], store, intake, watched=True)
+    other.went_live(0, digests[0])
+    other.begin(0, tmp_path / "checkpoint")
+    assert other.facts()["watch"] is None
