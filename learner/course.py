@@ -12,50 +12,33 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from learner.batch import Span
-from learner.drafters.base import Drafter
-from learner.drafters.registry import DRAFTERS
 from learner.drift import TenantDrift
 from learner.intake import Intake
+from learner.live import UNREADABLE, LiveDraft, load_live, load_version
 from learner.pace import Outcome, Pace, Pacing, Traffic
 from learner.publisher import Publisher
 from learner.session import TrainingSession
-from learner.shadow import drafted, shadow
+from learner.shadow import drafted
+from learner.speed import SPEED_WINDOW, Speed
 from learner.target import Target
-from learner.watch import Watch
+from learner.trial import Trial
 from rlcore.checkpoint import CheckpointError
 from rlcore.log import get_logger
 from rlcore.records import DraftManifest, Retreat
 from rlcore.settings import DrafterSettings
-from rlcore.weights import WeightError, WeightStore
+from rlcore.weights import WeightStore
 
 log = get_logger("learner")
 
 START_TOKENS = 1500
 """Output tokens in the replay before the first update: a batch should not be one conversation."""
 
-UNREADABLE = (WeightError, SafetensorError, ValueError, KeyError, RuntimeError, OSError)
-"""What a version's files can be wrong with."""
-
 RECENT_UPDATES = 50
 """Updates over which the loss and the speed are averaged."""
 
-SPEED_WINDOW = 60.0
-"""Seconds over which the speed of the traffic is averaged."""
-
 COLD_TOKENS = 50.0
 """Tokens that a swap is taken to cost because running requests go on with the old drafter's KV."""
-
-
-@dataclass(frozen=True)
-class LiveDraft:
-    """A version in service, as the learner sees it: frozen."""
-
-    version: int
-    sha256: str
-    drafter: Drafter
 
 
 @dataclass
@@ -91,15 +74,14 @@ class Course:
         self.publisher = Publisher(settings, store)
         self.session: TrainingSession | None = None
         self.live: LiveDraft | None = None
-        self._before: LiveDraft | None = None
-        """The predecessor, while the live version is being watched."""
-        self._watch: Watch | None = None
-        self._retreat: Retreat | None = None
+        self._trial: Trial | None = None
+        """The live version's."""
+        self._announced: set[int] = set()
+        """Versions that a server has neither taken nor refused."""
         self._drift = TenantDrift()
         self._pace = Pace(trained=False)
         self._next_judgement = 0.0
-        self._arrivals: deque[tuple[float, int]] = deque()
-        """(time, output positions) of the last SPEED_WINDOW seconds."""
+        self._speed = Speed()
         self.progress = Progress()
         self._recent: deque[tuple[float, int, float]] = deque(maxlen=RECENT_UPDATES)
 
@@ -121,7 +103,8 @@ class Course:
             self.progress = Progress(**facts["progress"])
             self._pace.load_state(facts["pace"])
             self._drift.load_state(facts["drift"])
-            self._resume_watch(facts["watch"])
+            if self._trial is not None:
+                self._trial.resume(facts["watch"])
             self.publisher.last_version = max(self.publisher.last_version, facts["last_version"])
         return facts
 
@@ -131,14 +114,14 @@ class Course:
             "progress": asdict(self.progress),
             "pace": self._pace.state(),
             "drift": self._drift.state(),
-            "watch": None
-            if self._watch is None
-            else [self._watch.version, self._watch.predecessor, self._watch.state()],
+            "watch": None if self._trial is None else self._trial.state(),
             "last_version": self.publisher.last_version,
         }
 
     def _new_session(self, version: int) -> TrainingSession:
-        session = TrainingSession(self._load(version), self._target, self._settings)
+        store, method = self.publisher.store, self._settings.method
+        drafter = load_version(store, version, method, self._target)
+        session = TrainingSession(drafter, self._target, self._settings)
         if self._is_trained(version):
             session.counts.trust(session.drafter.vocab)
         return session
@@ -146,52 +129,55 @@ class Course:
     def _is_trained(self, version: int) -> bool:
         return self.publisher.store.manifest(version).origin != "untrained"
 
-    def _load(self, version: int) -> Drafter:
-        folder = self.publisher.store.folder(version)
-        return DRAFTERS[self._settings.method].load(folder, self._target)
+    def _load_live(self, version: int) -> LiveDraft:
+        """Raises one of UNREADABLE, also for a draft that cannot follow the one in training."""
+        live = load_live(self.publisher.store, version, self._settings.method, self._target)
+        if self.session is not None and live.drafter.aux_count != self.session.drafter.aux_count:
+            raise ValueError(
+                f"it reads {live.drafter.aux_count} auxiliary layers, the traffic so far has "
+                f"{self.session.drafter.aux_count}; restart the learner"
+            )
+        return live
 
     def went_live(self, version: int, sha256: str) -> bool:
         """A version of the store serves from now on; False when it cannot be read."""
+        if self.live is not None and (version, sha256) == (self.live.version, self.live.sha256):
+            return True
         try:
-            drafter = self._load(version).eval().requires_grad_(False)
+            live = self._load_live(version)
         except UNREADABLE as error:
             log.error("the live draft cannot be read", version=version, reason=str(error))
             return False
-        gone = self.live
-        self.live = LiveDraft(version, sha256, drafter)
+        assert live.sha256 == sha256
+        gone, self.live = self.live, live
+        self.intake.aux_count = live.drafter.aux_count
         log.info("live draft", version=version)
-        self._begin_watch(gone)
-        if self._retreat is not None and self._retreat.to == version:
+        went_back = self._trial is not None and self._trial.leads_to(live)
+        before = None if went_back else self._predecessor(live, gone)
+        self._trial = Trial(live, before, self._settings.speculative_tokens)
+        if went_back:
             self._start_over(version)
-        self._retreat = None
+        if version in self._announced:
+            self.progress.published += 1
+            self._pace.published(self.intake.training_tokens + self.intake.heldout_tokens)
+        self._announced.clear()  # the others were judged against a version that is gone
         return True
 
-    def _begin_watch(self, gone: LiveDraft | None) -> None:
-        """Compare the version with its parent from now on, if it is a learned one."""
-        self._watch = self._before = None
-        assert self.live is not None
-        manifest = self.publisher.store.manifest(self.live.version)
+    def _predecessor(self, live: LiveDraft, gone: LiveDraft | None) -> LiveDraft | None:
+        """The version to compare with from now on, if the live one is a learned one."""
+        store = self.publisher.store
+        manifest = store.manifest(live.version)
         if not self._watched or manifest.origin != "learned" or manifest.parent is None:
-            return
+            return None
         if gone is not None and gone.version == manifest.parent:
-            self._before = gone
-        elif manifest.parent in self.publisher.store.versions():
-            try:
-                drafter = self._load(manifest.parent).eval().requires_grad_(False)
-            except UNREADABLE as error:
-                log.warning("no watch: the predecessor cannot be read", reason=str(error))
-                return
-            sha256 = self.publisher.store.manifest(manifest.parent).sha256
-            self._before = LiveDraft(manifest.parent, sha256, drafter)
-        if self._before is not None:
-            self._watch = Watch(self.live.version, self._before.version)
-
-    def _resume_watch(self, saved: list[Any] | None) -> None:
-        """Go on with a watch over the same two versions."""
-        if saved is not None and self._watch is not None:
-            version, predecessor, state = saved
-            if (version, predecessor) == (self._watch.version, self._watch.predecessor):
-                self._watch.load_state(state)
+            return gone
+        if manifest.parent not in store.versions():
+            return None
+        try:
+            return self._load_live(manifest.parent)
+        except UNREADABLE as error:
+            log.warning("no watch: the predecessor cannot be read", reason=str(error))
+            return None
 
     def _start_over(self, version: int) -> None:
         """Train on from the version that was gone back to: what came after it is not trusted."""
@@ -211,44 +197,35 @@ class Course:
     def saw(self, span: Span, now: float) -> None:
         """A span that just came in."""
         self.counted(span)
-        self._arrivals.append((now, span.anchors))
-        while self._arrivals[0][0] < now - SPEED_WINDOW:
-            self._arrivals.popleft()
+        if self._speed.at(now) == 0.0 and self._settings.publish_interval_s is None:
+            # An interval that was set while the traffic faded is far too long for what comes now.
+            self._next_judgement = min(self._next_judgement, now + SPEED_WINDOW)
+        self._speed.add(span.anchors, now)
         if not self._watched or self.live is None:
             return
-        emitted, steps = drafted(span, self.live.version)
         version = self.live.version
+        emitted, steps = drafted(span, version)
         drift = self._drift.observe(span.tenant, emitted, steps, version) if steps else None
         if drift is not None:
             log.warning("the traffic has shifted", tenant=span.tenant, reason=drift.reason)
-            self._pace.drifted(self._traffic())
+            self._pace.drifted(self._traffic(now))
             self.progress.drifts += 1
-        if self._watch is not None:
-            self._compare(self._watch, span)
-
-    def _compare(self, watch: Watch, span: Span) -> None:
-        """One span's steps, as the live version took them and as its predecessor would have."""
-        assert self.live is not None
-        assert self._before is not None
-        k = self._settings.speculative_tokens
-        pair = shadow(self._before.drafter, span, self.live.version, k)
-        if pair is None:
-            return
-        result = watch.observe(span.tenant, span.request_id, pair.tokens, pair.live, pair.other)
-        if result.decision == "continue":
-            return
-        log.info("the watch over the live version ends", **asdict(result))
-        if result.decision == "roll_back":
-            self._retreat = Retreat(self.live.version, self._before.version, result.reason)
-        self._watch = self._before = None
+        if self._trial is not None:
+            self._trial.observe(span)
 
     def retreat(self) -> Retreat | None:
-        """The order to go back, until the server has done so."""
-        return self._retreat
+        """The order to go back, until the server has left the version."""
+        return None if self._trial is None else self._trial.order()
 
     def retreat_refused(self) -> None:
         """The server cannot go back: learn on from what is live, whatever it is."""
-        self._retreat = None
+        if self._trial is not None:
+            self._trial.refused()
+
+    def serves(self, version: int) -> None:
+        """What a server says is live; its weights may not be here yet."""
+        if self._trial is not None:
+            self._trial.serves(version)
 
     # --- training and publishing ---
 
@@ -260,25 +237,23 @@ class Course:
     def updates(self) -> int:
         return 0 if self.session is None else self.session.trainer.updates
 
-    def pacing(self) -> Pacing:
+    def pacing(self, now: float) -> Pacing:
         """How fast to learn at present, and how often to publish."""
-        return self._pace.pacing(self._traffic())
+        return self._pace.pacing(self._traffic(now))
 
-    @property
-    def publish_interval_s(self) -> float:
+    def publish_interval_s(self, now: float) -> float:
         """Between two judgements."""
-        return self._settings.publish_interval_s or self.pacing().publish_interval_s
+        return self._settings.publish_interval_s or self.pacing(now).publish_interval_s
 
-    def _traffic(self) -> Traffic:
-        """The speed is that of the last window; before it is full, as if it were."""
+    def _traffic(self, now: float) -> Traffic:
         return Traffic(
             received=self.intake.training_tokens,
             heldout=self.intake.heldout_tokens,
             trained=self.tokens_seen,
-            tokens_per_second=sum(tokens for _, tokens in self._arrivals) / SPEED_WINDOW,
+            tokens_per_second=self._speed.at(now),
         )
 
-    def train(self, received_ratio: float) -> bool:
+    def train(self, received_ratio: float, now: float) -> bool:
         """One update; False when there is nothing to train on, or nothing to be gained.
 
         ``received_ratio``: positions trained for each one received, at most.
@@ -292,7 +267,7 @@ class Course:
         if session.tokens_seen >= received_ratio * self.intake.training_tokens:
             self.progress.phase = "idle"
             return False
-        pacing = self.pacing()
+        pacing = self.pacing(now)
         if not pacing.train:
             self.progress.phase = "idle: nothing is to be gained"
             return False
@@ -312,7 +287,7 @@ class Course:
 
     def due(self, now: float) -> bool:
         """Whether the session's weights are to be judged."""
-        if now < self._next_judgement and not self.pacing().judge_now:
+        if now < self._next_judgement and not self.pacing(now).judge_now:
             return False
         return self.can_judge()
 
@@ -321,44 +296,51 @@ class Course:
         return (
             self.session is not None
             and self.live is not None
-            and self._retreat is None
+            and not (self._trial is not None and self._trial.failed)
             and self.publisher.due(self.session, self.intake.replay)
         )
 
     def consider(self, now: float) -> DraftManifest | None:
-        """Judge the session's weights against the live version; the version made of them if they won."""
+        """Judge the session's weights against the live version; the version made of them if they won.
+
+        It counts as published once it is live.
+        """
         assert self.session is not None
         assert self.live is not None
         self.progress.phase = "judging"
         started = time.process_time()
         verdict, manifest = self.publisher.consider(
             self.session,
-            self.live.version,
-            self.live.drafter,
+            self.live,
             self.intake.replay,
-            self.pacing().least_gain if self._watched else 0.0,  # offline a swap costs nothing
+            self.pacing(now).least_gain if self._watched else 0.0,  # offline a swap costs nothing
         )
         progress = self.progress
         progress.judged += 1
         if verdict.compared:
             progress.heldout_length = verdict.candidate_length
             progress.live_length = verdict.live_length
-        progress.published += manifest is not None
+        if manifest is not None:
+            self._announced.add(manifest.version)
         outcome = Outcome(
             gain=verdict.gain,
             gain_lower=verdict.gain_lower,
             length=verdict.live_length,
-            promoted=manifest is not None,
+            won=manifest is not None,
             seconds=time.process_time() - started if self._watched else 0.0,
         )
         if verdict.compared:
-            self._pace.judged(outcome, self._traffic())
-        self._next_judgement = now + self.publish_interval_s
+            self._pace.judged(outcome, self._traffic(now))
+        self._next_judgement = now + self.publish_interval_s(now)
         return manifest
 
-    def swapped(self, stall_s: float) -> None:
+    def refused(self, version: int) -> None:
+        """The server did not take an announced version."""
+        self._announced.discard(version)
+
+    def swapped(self, stall_s: float, now: float) -> None:
         """The server made a version live; the engine stood still for so long."""
-        self._pace.swapped(stall_s, COLD_TOKENS, self._traffic())
+        self._pace.swapped(stall_s, COLD_TOKENS, self._traffic(now))
 
     def recent(self) -> tuple[float | None, float]:
         """(loss, positions per second of processor time) over the last updates."""

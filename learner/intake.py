@@ -9,7 +9,6 @@ from typing import Any
 
 from learner.batch import Span
 from learner.defence import Defence
-from learner.drafters.registry import DRAFTERS
 from learner.inbox import Inbox
 from learner.journal import Journal, Mark
 from learner.replay import Replay
@@ -39,7 +38,6 @@ class Intake:
 
     def __init__(self, settings: DrafterSettings, folder: Path | None, target: Target) -> None:
         self._target = target
-        self._needs_aux = DRAFTERS[settings.method].needs_aux
         budget = int(settings.replay_gib * 2**30)
         split = HeldoutSplit(settings.heldout_share, int(HELDOUT_MARGIN * settings.gate_tokens))
         self.replay = Replay(budget, split, settings.gate_tokens, settings.seed)
@@ -50,6 +48,8 @@ class Intake:
             self._journal = Journal(folder / "replay", JOURNAL_FACTOR * budget, self._is_held)
         self._loaded_end: Mark = (0, 0)
         """Up to where the journal is described by the loaded state."""
+        self.aux_count = 0
+        """Auxiliary layers whose states a span has to bring; those that the live drafter reads."""
         self.target_version = 0
         """Traces of another one are refused; the server's hello sets it."""
         self.received = 0
@@ -58,6 +58,11 @@ class Intake:
         """Output positions received that may be trained on, in total."""
         self.heldout_tokens = 0
         """Output positions received that are held out, in total."""
+
+    @property
+    def aux_size(self) -> int:
+        """Width of those states."""
+        return self.aux_count * self._target.hidden_size
 
     def take(self, inbox: Inbox, seen: Callable[[Span], None]) -> bool:
         """Take what waits in the inbox; ``seen`` is called with each span that was taken.
@@ -134,7 +139,7 @@ class Intake:
         span.check(
             vocab_size=self._target.vocab_size,
             hidden_size=self._target.hidden_size,
-            aux_size=3 * self._target.hidden_size if self._needs_aux else None,
+            aux_size=self.aux_size or None,
         )
         return span
 

@@ -8,6 +8,7 @@ still wanted are written again at the end.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -44,6 +45,8 @@ class Journal:
         self._next = int(segments[-1].stem) + 1 if segments else 0
         self._file: BinaryIO | None = None
         self._bytes = self._messages = 0
+        self._whole = 0
+        """Bytes of the segment in writing that stay when a write fails."""
 
     def segments(self) -> list[Path]:
         return sorted(self._root.glob("*.traces"))
@@ -54,23 +57,40 @@ class Journal:
         return (self._next, 0) if self._file is None else (self._next - 1, self._messages)
 
     def append(self, frames: Sequence[Frame]) -> None:
-        """Raises OSError when the disk cannot take it."""
+        """Raises OSError when the disk cannot take it; nothing of it is left behind then."""
         try:
             if self._file is None or self._bytes > SEGMENT_BYTES:
                 self._roll()
             self._write(frames)
         except OSError:
-            # Nothing may follow a torn message: the next append begins a new segment.
-            torn, self._file = self._file, None
-            if torn is not None:
-                with contextlib.suppress(OSError):
-                    torn.close()
+            self._take_back()
             raise
+        self._whole = self._bytes
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _take_back(self) -> None:
+        """Cut off what failed, and begin a new segment with the next message."""
+        torn, self._file = self._file, None
+        if torn is None:
+            return
+        with contextlib.suppress(OSError):
+            torn.close()  # tries to write what it still holds
+        segment = self._segment(self._next - 1)
+        with contextlib.suppress(
+            OSError
+        ):  # a torn end that cannot be cut off is passed over in reading
+            os.truncate(segment, self._whole)
+            # Marks grow over restarts too, so the last number that was used stays on the disk.
+            if self._whole == 0 and len(self.segments()) > 1:
+                segment.unlink()
+                self._next -= 1
+
+    def _segment(self, number: int) -> Path:
+        return self._root / f"{number:08d}.traces"
 
     def _write(self, frames: Sequence[Frame]) -> None:
         assert self._file is not None
@@ -82,9 +102,9 @@ class Journal:
 
     def _roll(self) -> None:
         self.close()
-        self._file = open(self._root / f"{self._next:08d}.traces", "wb")  # noqa: SIM115
+        self._file = open(self._segment(self._next), "wb")  # noqa: SIM115
         self._next += 1
-        self._bytes = self._messages = 0
+        self._bytes = self._messages = self._whole = 0
         segments = self.segments()[:-1]
         total = sum(segment.stat().st_size for segment in segments)
         for segment in segments:
@@ -95,6 +115,7 @@ class Journal:
                     self._write(frames)
             total -= segment.stat().st_size
             segment.unlink()
+            self._whole = self._bytes  # what was copied is nowhere else now
 
     def read(self) -> Iterator[tuple[VerifyTrace, list[bytes]]]:
         """Every whole message, oldest first: (header, tensor frames)."""

@@ -8,6 +8,7 @@ from learner.batch import Span
 from learner.drafters.base import Drafter
 from learner.estimate import SpanLengths, chain_lengths
 from learner.gate import Age, SpanScore
+from learner.live import LiveDraft
 from learner.replay import SpanKey, span_key
 from rlcore.precision import mixed_precision
 
@@ -59,16 +60,16 @@ class LiveScores:
     """The live version's scores by span, so that each span is scored once for each version."""
 
     def __init__(self) -> None:
-        self._version: int | None = None
+        self._key: tuple[int, str] | None = None
+        """The version's number and digest: another home's has the same number."""
         self._scores: dict[SpanKey, SpanLengths] = {}
 
-    def of(
-        self, version: int, drafter: Drafter, spans: Sequence[Span], steps: int
-    ) -> list[SpanLengths]:
-        if version != self._version:
-            self._version, self._scores = version, {}
+    def of(self, live: LiveDraft, spans: Sequence[Span], steps: int) -> list[SpanLengths]:
+        key = (live.version, live.sha256)
+        if key != self._key:
+            self._key, self._scores = key, {}
         missing = [span for span in spans if span_key(span) not in self._scores]
-        for span, score in zip(missing, score_spans(drafter, missing, steps), strict=True):
+        for span, score in zip(missing, score_spans(live.drafter, missing, steps), strict=True):
             self._scores[span_key(span)] = score
         result = [self._scores[span_key(span)] for span in spans]
         self._scores = {span_key(s): r for s, r in zip(spans, result, strict=True)}

@@ -40,7 +40,12 @@ def is_heldout(prompt_hash: str) -> bool:
 
 
 def read_traffic(
-    paths: Sequence[Path], target_id: str, method: str, training_tokens: int, heldout_tokens: int
+    paths: Sequence[Path],
+    target_id: str,
+    method: str,
+    aux_width: int,
+    training_tokens: int,
+    heldout_tokens: int,
 ) -> Traffic:
     """Equal parts of each recording, from its start, up to so many output positions in all.
 
@@ -51,6 +56,7 @@ def read_traffic(
     for path in paths:
         recording = Recording(path)
         recording.check(target_id, method)
+        recording.check_aux(aux_width)
         wanted = {True: heldout_tokens / len(paths), False: training_tokens / len(paths)}
         for trace, frames in recording:
             heldout = is_heldout(trace.prompt_hash)

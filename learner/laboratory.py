@@ -153,7 +153,12 @@ def _run(options: argparse.Namespace, deadline: float) -> None:
     keep_freed_memory()
     target, target_id = Target.open(folder), model_identity(folder)
     traffic = read_traffic(
-        options.replay, target_id, Eagle3.method, max(options.tokens), options.heldout_tokens
+        options.replay,
+        target_id,
+        Eagle3.method,
+        len(target.aux_layers) * target.hidden_size,
+        max(options.tokens),
+        options.heldout_tokens,
     )
     facts = {
         "target": target_id,

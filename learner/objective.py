@@ -93,6 +93,8 @@ class DistillObjective:
         used[span[judged], rows[judged]] = True
         place = used.flatten().cumsum(0).view(used.shape) - 1
         served = batch.outcomes if isinstance(batch, ServedBatch) else nothing_served(len(judged))
+        if not module.reads_own_states:
+            served = served.by_position()
         weight = judged.float()
         if self.outcomes is not None:
             weight = weight * self.outcomes.of(served, judged)

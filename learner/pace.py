@@ -5,7 +5,8 @@ KV lost). Not publishing loses, too: with a gain in acceptance length that grows
 token, an interval of T tokens serves on average g T / 2 below what could be. The sum of both per
 token, C / T + g T / (2 L) with L the acceptance length, is least at T = sqrt(2 C L / g) (Harris's
 lot size), so the interval follows the measured gain and cost. Tokens served are the clock: a pause
-in the traffic is neither progress nor delay. A swap that gains less than L C / T is not worth it.
+in the traffic is neither progress nor delay, and in one a swap is in nobody's way. A swap that gains
+less than L C / T is not worth it.
 
 Learning. The learning rate is halved after judgements that show no gain (reduce on plateau), kept by a
 promotion, raised by drift. At its floor and still without a gain, the learner idles until there is
@@ -93,7 +94,8 @@ class Outcome:
     gain_lower: float
     length: float
     """The live version's acceptance length."""
-    promoted: bool
+    won: bool
+    """The gate let it through; ``Pace.published`` says that it went live."""
     seconds: float
     """That it took."""
 
@@ -188,16 +190,19 @@ class Pace:
         memory.judging_s = outcome.seconds
         memory.length = max(1.0, outcome.length)
         self._measure(gain, traffic)
-        if outcome.promoted:
-            memory.published_at = traffic.served
-        if outcome.promoted or too_small:
+        if outcome.won or too_small:
             memory.without_gain = 0
-            memory.reason = "promoted" if outcome.promoted else "the gain does not pay for a swap"
+            memory.reason = "a version won" if outcome.won else "the gain does not pay for a swap"
         elif traffic.trained - memory.judged_at >= PLATEAU_TOKENS:
             self._no_gain(traffic)
         else:
             return
         memory.judged_at = traffic.trained
+
+    def published(self, served: int) -> None:
+        """A version that won is live, from so many served tokens on."""
+        self._memory.published_at = served
+        self._memory.reason = "promoted"
 
     def rolled_back(self) -> None:
         """A promoted version was worse live: what is held out misleads, so go slowly."""
@@ -230,7 +235,7 @@ class Pace:
     def _interval(self, tokens_per_second: float) -> float:
         memory = self._memory
         shortest = max(SHORTEST_INTERVAL, memory.judging_s / JUDGING_SHARE)
-        if memory.growth is None:
+        if memory.growth is None or tokens_per_second == 0.0:
             return min(shortest, LONGEST_INTERVAL)
         lot = math.sqrt(2 * memory.cost * memory.length / memory.growth)
         interval = LONGEST_INTERVAL

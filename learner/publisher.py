@@ -12,6 +12,7 @@ from learner.blend import blended
 from learner.drafters.base import Drafter, Exported
 from learner.gate import FEWEST_SPANS, Judgement, judge
 from learner.judging import LiveScores, conditional_rates, gate_scores, score_spans
+from learner.live import LiveDraft
 from learner.replay import Replay
 from learner.session import TrainingSession
 from rlcore.log import get_logger
@@ -59,8 +60,7 @@ class Publisher:
     def consider(
         self,
         session: TrainingSession,
-        live_version: int,
-        live: Drafter,
+        live: LiveDraft,
         replay: Replay,
         least_gain: float,
     ) -> tuple[Judgement, DraftManifest | None]:
@@ -70,14 +70,14 @@ class Publisher:
         """
         self._updates_judged = session.trainer.updates
         for share in SHARES:
-            verdict, rates = self._judge(session, live_version, live, share, replay, least_gain)
+            verdict, rates = self._judge(session, live, share, replay, least_gain)
             if not verdict.harms:
                 break
         manifest = None
         if verdict.promote:
-            with _candidate(session, live, share) as candidate:
-                exported = candidate.export(self._dtype_of(live_version))
-            facts = self._facts(session, live_version, verdict, rates, share)
+            with _candidate(session, live.drafter, share) as candidate:
+                exported = candidate.export(self._dtype_of(live.version))
+            facts = self._facts(session, live.version, verdict, rates, share)
             manifest = self._publish(exported, facts)
         # Behind the judgement, so that tokens that come in are trained before the next one.
         session.follow_traffic()
@@ -86,8 +86,7 @@ class Publisher:
     def _judge(
         self,
         session: TrainingSession,
-        live_version: int,
-        live: Drafter,
+        live: LiveDraft,
         share: float,
         replay: Replay,
         least_gain: float,
@@ -95,9 +94,9 @@ class Publisher:
         """The verdict, and the candidate's conditional acceptance by position."""
         spans = replay.heldout()
         ages = [replay.heldout_slice(span) for span in spans]
-        with _candidate(session, live, share) as candidate:
+        with _candidate(session, live.drafter, share) as candidate:
             mine = score_spans(candidate, spans, self._steps)
-        theirs = self._live_scores.of(live_version, live, spans, self._steps)
+        theirs = self._live_scores.of(live, spans, self._steps)
         verdict = judge(
             gate_scores(mine, spans, ages),
             gate_scores(theirs, spans, ages),

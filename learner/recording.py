@@ -130,6 +130,17 @@ class Recording:
                 f"give --method {self.header.method}"
             )
 
+    def check_aux(self, width: int) -> None:
+        """Raises RecordingError unless its traces have auxiliary states so wide; 0: they need none."""
+        for trace, _ in self:
+            found = next((spec.shape[1] for spec in trace.tensors if spec.name == "aux"), 0)
+            if width and found != width:
+                raise RecordingError(
+                    f"{self.path} has auxiliary states {found} wide, the drafter reads {width}: "
+                    "it was recorded with a drafter that reads other layers; start from that one"
+                )
+            return
+
 
 def _read_header(path: Path, file: BinaryIO) -> RecordingHeader:
     if file.read(len(MAGIC)) != MAGIC:

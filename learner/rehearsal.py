@@ -56,6 +56,11 @@ class Rehearsal:
     def _now(self) -> float:
         return self._course.tokens_seen / NOMINAL_SPEED
 
+    @property
+    def aux_width(self) -> int:
+        """Of the auxiliary states that its drafter reads; 0 when it reads none."""
+        return self._intake.aux_size
+
     def run(self, recordings: Sequence[Recording]) -> None:
         for recording in recordings:
             for trace, frames in recording:
@@ -72,7 +77,7 @@ class Rehearsal:
 
     def _train(self, ratio: float) -> None:
         """Until so many positions are trained for each that was received, or nothing is gained."""
-        while self._course.train(ratio):
+        while self._course.train(ratio, self._now):
             if self._course.due(self._now):
                 self._judge()
             if self._now >= self._next_line:
@@ -104,7 +109,7 @@ class Rehearsal:
             "live_length": progress.live_length,
             "loss": loss,
             "tokens_per_second": round(speed, 1),
-            "lr_scale": self._course.pacing().lr_scale,
+            "lr_scale": self._course.pacing(self._now).lr_scale,
         }
 
     def write(self, out: Path, facts: dict[str, Any]) -> None:
@@ -133,6 +138,8 @@ def rehearse(
         recording.check(target_id, settings.method)
     with tempfile.TemporaryDirectory(prefix="paceline-rehearsal-") as work:
         rehearsal = Rehearsal(settings, target, target_id, home, Path(work))
+        for recording in recordings:
+            recording.check_aux(rehearsal.aux_width)
         rehearsal.run(recordings)
         facts = rehearsal.facts()
         rehearsal.write(settings.out, facts)

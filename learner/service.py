@@ -56,6 +56,8 @@ class Learner:
         self._asked: tuple[bytes, int, str] | None = None
         """(server, version, digest) of the files that are on their way."""
         self._next_fetch = self._next_report = self._next_retreat = 0.0
+        self._unusable: tuple[int, str] | None = None
+        """(version, digest) that came in whole and cannot be learned from."""
         self._refused_orders = 0
         self._next_checkpoint = time.monotonic() + settings.checkpoint_interval_s
         self._stopping = False
@@ -82,7 +84,7 @@ class Learner:
         if self._course.session is not None:  # until then traces wait in the bounded socket
             now = time.monotonic()
             worked = self._intake.take(self._inbox, lambda span: self._course.saw(span, now))
-            worked |= self._course.train(self._settings.replay_ratio)
+            worked |= self._course.train(self._settings.replay_ratio, now)
         now = time.monotonic()
         self._go_back(now)
         if self._course.due(now):
@@ -126,15 +128,12 @@ class Learner:
         publisher = self._course.publisher
         publisher.last_version = max(publisher.last_version, hello.last_version)
         self._inbox.accept(server)
-        live = self._course.live
-        if live is not None and (live.version, live.sha256) == (
-            hello.live_version,
-            hello.live_sha256,
-        ):
+        self._course.serves(hello.live_version)
+        named, live = (hello.live_version, hello.live_sha256), self._course.live
+        known = live is not None and named == (live.version, live.sha256)
+        if known or named == self._unusable:
             return
-        if self._store.holds(hello.live_version, hello.live_sha256):
-            self._set_live(hello.live_version, hello.live_sha256)
-        elif time.monotonic() >= self._next_fetch:
+        if not self._set_live_from_store(*named) and time.monotonic() >= self._next_fetch:
             self._next_fetch = time.monotonic() + FETCH_INTERVAL
             self._asked = (server, hello.live_version, hello.live_sha256)
             self._inbox.tell(server, FetchDraft(hello.live_version))
@@ -156,17 +155,31 @@ class Learner:
         except (WeightError, ValueError) as error:
             log.warning("the live draft was refused", version=version, reason=str(error))
             return
-        if self._store.holds(version, sha256):
-            self._set_live(version, sha256)
+        if self._store.holds(version, sha256) and not self._set_live(version, sha256):
+            self._unusable = (version, sha256)
 
-    def _set_live(self, version: int, sha256: str) -> None:
+    def _set_live_from_store(self, version: int, sha256: str) -> bool:
+        """False when the weights have to be fetched; damaged ones are removed."""
+        try:
+            if not self._store.holds(version, sha256):
+                return False
+        except WeightError as error:
+            log.error("a version's manifest cannot be read", version=version, reason=str(error))
+        else:
+            if self._set_live(version, sha256):
+                return True
+        self._store.remove(version)
+        return False
+
+    def _set_live(self, version: int, sha256: str) -> bool:
         before = self._course.session
         if not self._course.went_live(version, sha256):
-            return
+            return False
         if self._course.session is None:
             self._begin(version)
         elif self._course.session is not before:
             self._checkpoint()  # what a crash would bring back is not trusted any more
+        return True
 
     def _begin(self, version: int) -> None:
         """Start training from the live version, or go on where the last checkpoint stopped."""
@@ -206,12 +219,14 @@ class Learner:
             self._inbox.tell_all(Announce(manifest))
 
     def _hear(self, verdict: Verdict) -> None:
+        self._course.serves(verdict.live_version)
         if verdict.live:
-            self._course.swapped(verdict.seconds)
+            self._course.swapped(verdict.seconds, time.monotonic())
             self._refused_orders = 0
             log.info("the server took the version", version=verdict.version)
             return
         log.warning("the server refused the version", version=verdict.version, reason=verdict.error)
+        self._course.refused(verdict.version)
         retreat = self._course.retreat()
         if retreat is not None and retreat.to == verdict.version:
             self._refused_orders += 1
@@ -224,7 +239,8 @@ class Learner:
     def _tell(self, phase: str | None = None) -> None:
         course, intake = self._course, self._intake
         loss, speed = course.recent()
-        progress, pacing = course.progress, course.pacing()
+        now = time.monotonic()
+        progress, pacing = course.progress, course.pacing(now)
         self._inbox.tell_all(
             LearnerReport(
                 pid=os.getpid(),
@@ -244,7 +260,7 @@ class Learner:
                 rolled_back=progress.rolled_back,
                 drifts=progress.drifts,
                 lr_scale=pacing.lr_scale,
-                publish_interval_s=course.publish_interval_s,
+                publish_interval_s=course.publish_interval_s(now),
                 pace=pacing.reason,
             )
         )

@@ -8,7 +8,15 @@ import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -81,6 +89,12 @@ class CommonSettings(BaseSettings):
     )
     log_json: bool = Field(False, description="Log JSON lines")
     log_level: LogLevel = Field("INFO", description="Least severe level that is logged")
+    _config_file: Path | None = PrivateAttr(None)
+
+    @property
+    def config_file(self) -> Path | None:
+        """The TOML file that was read, with its whole path."""
+        return self._config_file
 
     @field_validator("home")
     @classmethod
@@ -123,8 +137,9 @@ class ServeSettings(CommonSettings):
         ge=256,
         description="Tokens that a new EAGLE-3 head can draft, or a draft model is trained on",
     )
-    probe_interval: int = Field(
-        32, ge=1, description="While the drafter is untrained, one step in this many drafts a probe"
+    speculation: Literal["adaptive", "fixed"] = Field(
+        "adaptive",
+        description="'adaptive' drafts 0 to K tokens in a step, whatever is fastest; 'fixed' always K",
     )
     host: str = Field(
         "127.0.0.1", description="Address to listen on; others than loopback need a key"
@@ -267,7 +282,7 @@ class _FileSource(TomlConfigSettingsSource):
     """The TOML file, which all commands share: each reads its own keys out of it.
 
     A key that some other command knows is passed over, one that none knows stays and is refused.
-    The embedded learner is started in the server's working folder and meets the server's file.
+    The embedded learner is given the server's file.
     """
 
     def __call__(self) -> dict[str, Any]:
@@ -306,13 +321,15 @@ def load(cls: type[Settings], argv: list[str], program: str = "paceline") -> Set
         cli: CliSettingsSource[Any] = CliSettingsSource(
             cls, cli_parse_args=argv, cli_prog_name=program, cli_exit_on_error=False
         )
-        return cls(_cli_settings_source=cli, **given)
+        settings = cls(_cli_settings_source=cli, **given)
     except ValidationError as error:
         raise UsageError("; ".join(_line(problem) for problem in error.errors())) from None
     except SettingsError as error:
         raise UsageError(str(error).removeprefix("error parsing CLI: ")) from None
     except ValueError as error:
         raise UsageError(f"{_config_file}: {error}") from None
+    settings._config_file = None if _config_file is None else _config_file.absolute()
+    return settings
 
 
 def _split_engine_args(argv: list[str]) -> tuple[list[str], list[str]]:

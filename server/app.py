@@ -123,8 +123,8 @@ async def serve(
 def connect(llm: PacelineLLM, drafts: Drafts, link: EngineLink) -> None:
     """Give the drafts their engine, and the engine's request ends their link."""
 
-    async def swap(folder: str, sha256: str, version: int, trained: bool) -> dict[str, Any]:
-        arguments = (folder, sha256, version, trained)
+    async def swap(folder: str, sha256: str, version: int, rates: list[float]) -> dict[str, Any]:
+        arguments = (folder, sha256, version, rates)
         reports = await llm.collective_rpc("paceline_swap", args=arguments)
         failed = [report for report in reports if report["error"] is not None]
         return (failed or reports)[0]

@@ -17,7 +17,7 @@ from rlcore.settings import ServeSettings, load
 from rlcore.target import local_model, model_identity
 from rlcore.transport import EndpointError, learner_endpoints
 from rlcore.weights import WeightStore
-from server.drafts import DraftError, Drafts
+from server.drafts import DraftError, Drafts, expected_rates
 
 log = get_logger("server")
 
@@ -53,8 +53,8 @@ def _serve(settings: ServeSettings, home: Home) -> int:
     options = EngineOptions(
         target_version=TARGET_VERSION,
         draft_version=drafts.live,
-        trained=drafts.manifest().origin != "untrained",
-        probe_interval=settings.probe_interval,
+        draft_rates=expected_rates(drafts.manifest()),
+        adaptive=settings.speculation == "adaptive",
         link_endpoint=link_endpoint,
         trace_endpoint=traces if settings.capture else None,
         capture_rate=settings.capture_rate,
@@ -138,7 +138,10 @@ def _learner_base(settings: ServeSettings, home: Home) -> str | None:
 
 
 def _learner_arguments(settings: ServeSettings, home: Home, target: Path, base: str) -> list[str]:
-    """The embedded learner's flags: what this server was told, passed on."""
+    """The embedded learner's flags: what this server was told, passed on.
+
+    It reads the server's file too, and not another one that lies in the working folder.
+    """
     arguments = [
         "--home", str(home.root),
         "--bind", base,
@@ -147,9 +150,10 @@ def _learner_arguments(settings: ServeSettings, home: Home, target: Path, base: 
         "--log-level", settings.log_level,
         "--speculative-tokens", str(settings.speculative_tokens),
         "--parent-pid", str(os.getpid()),
+        "--log-json" if settings.log_json else "--no-log-json",
     ]  # fmt: skip
-    if settings.log_json:
-        arguments.append("--log-json")
+    if settings.config_file is not None:
+        arguments += ["--config", str(settings.config_file)]
     for name, value in settings.learning.model_dump(exclude_none=True).items():
         arguments += [f"--{name.replace('_', '-')}", str(value)]
     return arguments

@@ -25,11 +25,14 @@ log = get_logger("server")
 SWAP_DEADLINE = 60.0
 """Seconds the engine is given to answer; it answers between two steps."""
 
+MOST_DRAFTS = 16
+"""The most tokens a step can draft; of an untrained drafter nothing is expected at any position."""
+
 KEPT_VERSIONS = 16
 """Versions kept on disk beside the live and the previous one."""
 
-Swap = Callable[[str, str, int, bool], Awaitable[dict[str, Any]]]
-"""(folder, sha256, version, trained) -> the engine's SwapReport as plain values."""
+Swap = Callable[[str, str, int, list[float]], Awaitable[dict[str, Any]]]
+"""(folder, sha256, version, expected rates) -> the engine's SwapReport as plain values."""
 
 
 class DraftError(ValueError):
@@ -104,8 +107,8 @@ class Drafts:
             folder = str(self.store.folder(version))
             try:
                 async with asyncio.timeout(SWAP_DEADLINE):
-                    trained = manifest.origin != "untrained"
-                    report = await self._swap(folder, manifest.sha256, version, trained)
+                    rates = expected_rates(manifest)
+                    report = await self._swap(folder, manifest.sha256, version, rates)
             except TimeoutError:
                 self._failed("deadline")
                 raise DraftError(
@@ -170,6 +173,11 @@ class Drafts:
                 continue
             if self.store.manifest(version).origin == "learned":
                 self.store.remove(version)
+
+
+def expected_rates(manifest: DraftManifest) -> list[float]:
+    """Conditional acceptance by position to begin with; empty where nothing is known."""
+    return [0.0] * MOST_DRAFTS if manifest.origin == "untrained" else list(manifest.heldout_rates)
 
 
 def read_live(root: Path) -> LiveDraft | None:

@@ -38,15 +38,20 @@ class History:
 
     def __init__(self, root: Path) -> None:
         self._path = root / FILE
+        self._torn = False
+        """The file may end within a line; the next one must not be glued to it."""
         self.changes: deque[Change] = deque(self._read(), maxlen=KEPT_CHANGES)
 
     def add(self, version: int, before: int, cause: Cause, reason: str = "") -> None:
         change = Change(time.time(), version, before, cause, reason)
         self.changes.append(change)
+        line = msgspec.json.encode(change) + b"\n"
         try:
             with open(self._path, "ab") as file:
-                file.write(msgspec.json.encode(change) + b"\n")
+                file.write(b"\n" + line if self._torn else line)
+            self._torn = False
         except OSError as error:
+            self._torn = True
             log.error("the history cannot be written", reason=error.strerror)
 
     def rollbacks(self) -> list[Change]:
@@ -58,21 +63,38 @@ class History:
 
     def _read(self) -> list[Change]:
         try:
-            lines = self._path.read_bytes().splitlines()
+            content = self._path.read_bytes()
         except FileNotFoundError:
             return []
         except OSError as error:
             log.error("the history cannot be read", reason=error.strerror)
             return []
+        self._torn = bool(content) and not content.endswith(b"\n")
         changes = []
-        for line in lines:
+        damaged = 0
+        for line in content.split(b"\n"):
+            if not line:
+                continue
             try:
                 changes.append(msgspec.json.decode(line, type=Change))
             except (msgspec.DecodeError, UnicodeDecodeError):
-                log.warning("a damaged line of the history is left out")
+                damaged += 1
+        if damaged:
+            log.warning("damaged lines of the history are left out", lines=damaged)
         if len(changes) > KEPT_CHANGES:
             changes = changes[-KEPT_CHANGES:]
-            partial = self._path.with_name(f".{FILE}.{os.getpid()}")
-            partial.write_bytes(b"".join(msgspec.json.encode(c) + b"\n" for c in changes))
-            partial.rename(self._path)
+            self._rewrite(changes)
         return changes
+
+    def _rewrite(self, changes: list[Change]) -> None:
+        """Have the file hold just these changes; it stays as it is when the disk cannot take them."""
+        partial = self._path.with_name(f".{FILE}.{os.getpid()}")
+        try:
+            try:
+                partial.write_bytes(b"".join(msgspec.json.encode(c) + b"\n" for c in changes))
+                partial.rename(self._path)
+            finally:
+                partial.unlink(missing_ok=True)
+            self._torn = False
+        except OSError as error:
+            log.error("the history cannot be shortened", reason=error.strerror)

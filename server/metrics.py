@@ -129,7 +129,7 @@ class PacelineCollector(Collector):
             "paceline_learner_updates", "Optimizer updates", value=report.updates
         )
         yield CounterMetricFamily(
-            "paceline_publications", "Versions that passed the gate", value=report.published
+            "paceline_publications", "Versions that went live", value=report.published
         )
         yield GaugeMetricFamily(
             "paceline_replay_tokens", "Positions in the replay", value=report.replay_tokens

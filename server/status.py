@@ -77,6 +77,7 @@ def status(state: ServerState) -> dict[str, Any]:
         "draft": {
             "live": drafts.live,
             "previous": drafts.previous,
+            "origin": drafts.manifest().origin,
             "method": drafts.method,
             "speculative_tokens": state.speculative_tokens,
             "collapsed": state.collapse.active,

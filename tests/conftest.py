@@ -95,7 +95,8 @@ def served(
 
     ``eagle3`` has a random head that drafts in every step, so most drafts are rejected;
     ``draft_model`` drafts with the target's own first layers, cuts spans, and has little KV cache;
-    ``learning`` has the learner of its own in place of the test's, and an untrained head.
+    ``learning`` has the learner of its own in place of the test's, and an untrained head; ``shipped``
+    has its own learner too, is bfloat16, and begins with the shipped head.
     """
     import torch
 
@@ -104,9 +105,9 @@ def served(
 
     method = request.param
     folder = tmp_path_factory.mktemp(method)
-    if method == "learning":
-        flags = ["--target", str(embedded_model), "--draft", "none", "--max-model-len", "512"]
-        flags += QUICK_LEARNING
+    if method in ("learning", "shipped"):
+        flags = ["--target", str(embedded_model), "--max-model-len", "512", *QUICK_LEARNING]
+        flags += ["--draft", "none" if method == "learning" else "auto"]
         with ServerProcess(folder / "home", flags, env=ONE_THREAD, start_deadline_s=240) as server:
             yield Served(server, None, embedded_model, "eagle3")
         return

@@ -49,12 +49,12 @@ def parse_phases(texts: Sequence[str]) -> list[PhaseSpec]:
         taken = {spec.name for spec in specs}
         if match["name"] in taken:
             raise BenchError(f"two phases have the name {match['name']}")
-        name = match["name"] or _free_name(Path(files[0]).stem, taken)
+        name = match["name"] or free_name(Path(files[0]).stem, taken)
         specs.append(PhaseSpec(name, tuple(Path(f) for f in files), count))
     return specs
 
 
-def _free_name(stem: str, taken: Collection[str]) -> str:
+def free_name(stem: str, taken: Collection[str]) -> str:
     """``chat``, then ``chat-2``."""
     number, name = 1, stem
     while name in taken:

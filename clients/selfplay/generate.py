@@ -1,188 +1,73 @@
 """Drive a server with prompts that its own target writes: ``python -m clients.selfplay.generate``.
 
-Prompts are sampled from the target (see ``leads``) and not learned from; its answers to them are
-ordinary traffic, with traces. Every prompt goes to a file, so that it can be compared with a
-benchmark's. Answers are greedy or sampled, in shares like those of users.
+Every prompt goes to a file, so that it can be compared with a benchmark's.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TextIO
 
-from openai import AsyncOpenAI, OpenAIError
+import httpx
+from openai import OpenAIError
 
-from clients.load import make_client, served_model
-from clients.selfplay.leads import draw_lead
-from clients.workload import Prompt, read_workload
+from clients.load import LOOPBACK, make_client, served_model
+from clients.selfplay.template import ChatTemplate, SelfPlayError
+from clients.selfplay.traffic import REQUEST_DEADLINE, Share, Traffic
+from clients.workload import WorkloadError, read_workload
 
-SYSTEM = (
-    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
-    "<|im_end|>\n"
-)
-"""What the embedded model's chat template puts before the first turn."""
-
-PROMPT_TEMPERATURE = 0.85
-"""Below 1 in place of top-p, which sorts the whole vocabulary on a CPU."""
-
-PASSAGE = "Write a news report about {topic}. Write only the report."
-NO_LEARNING = {"x-paceline-learn": "false"}
-TEMPERATURES = ((0.0, 0.6), (0.7, 0.25), (1.0, 0.15))
-FOLLOW_UPS = 0.15
-"""Share of conversations with a second turn."""
-
-SHORTEST = 12
-"""Characters; what is shorter is no prompt."""
-
-LONGEST_ANSWER = (128, 128, 256)
-GIVE_UP_AFTER = 20
-"""Failed requests in a row."""
+SHOWN_EVERY = 20.0
+"""Seconds."""
 
 
-class Traffic:
-    """Writes prompts and asks them until enough answer tokens have been served."""
-
-    def __init__(
-        self, client: AsyncOpenAI, model: str, tokens: int, seed: int, taken: set[str], out: TextIO
-    ) -> None:
-        self._client = client
-        self._model = model
-        self._wanted = tokens
-        self._random = random.Random(seed)
-        self._taken = taken
-        self._out = out
-        self.tokens = 0
-        self.prompts = 0
-        self.repeats = 0
-        self.failed = 0
-
-    async def run(self, concurrency: int) -> None:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(concurrency):
-                group.create_task(self._work())
-
-    async def _work(self) -> None:
-        failing = 0
-        while self.tokens < self._wanted:
+async def generate(share: Share, concurrency: int, taken: set[str]) -> Traffic:
+    """Raises SelfPlayError. Several may run in one loop and share ``taken``: no prompt is sent twice."""
+    root = httpx.URL(share.url.rstrip("/").removesuffix("/v1"))
+    http = httpx.AsyncClient(
+        base_url=root, timeout=REQUEST_DEADLINE, trust_env=root.host not in LOOPBACK
+    )
+    try:
+        share.prompts.touch(exist_ok=False)
+    except OSError as error:
+        raise SelfPlayError(f"{share.prompts}: {error.strerror}") from None
+    with open(share.prompts, "a", encoding="utf-8") as out:
+        async with make_client(share.url) as client, http:
             try:
-                await self._conversation()
-                failing = 0
-            except OpenAIError as error:
-                self.failed += 1
-                failing += 1
-                if failing >= GIVE_UP_AFTER:
-                    raise SystemExit(f"the server fails again and again: {error}") from None
-                await asyncio.sleep(1)
-
-    async def _conversation(self) -> None:
-        kind, lead = draw_lead(self._random)
-        if kind in ("summary", "grounded"):
-            passage = await self._answer(
-                [{"role": "user", "content": PASSAGE.format(topic=lead)}], 0.8, 220, learn=False
-            )
-            if kind == "summary":
-                prompt = f"Summarize: {passage}"
-            else:
-                question = await self._continue(f"{passage}\n\nQuestion: ", 40)
-                prompt = f"{passage}\n\nQuestion: {question}"
-        else:
-            prompt = lead + await self._continue(lead, 160)
-        answers: list[str] = []
-        messages = [{"role": "user", "content": prompt}]
-        if not self._note(kind, prompt):
-            return
-        while True:
-            answers.append(await self._ask(messages))
-            if len(answers) == 2 or self._random.random() >= FOLLOW_UPS:
-                return
-            messages.append({"role": "assistant", "content": answers[-1]})
-            before = "".join(
-                f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages
-            )
-            follow = await self._continue("", 80, before)
-            if len(follow) < SHORTEST:
-                return
-            messages.append({"role": "user", "content": follow})
-
-    def _note(self, kind: str, prompt: str) -> bool:
-        """Write the prompt down; False when it is too short, or was sent before."""
-        noted = Prompt(id=f"self-{self.prompts}", turns=(prompt,), source=kind)
-        if len(prompt) < SHORTEST or noted.key in self._taken:
-            self.repeats += 1
-            return False
-        self._taken.add(noted.key)
-        self.prompts += 1
-        line = {"id": noted.id, "source": kind, "turns": [prompt]}
-        self._out.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self._out.flush()
-        return True
-
-    async def _continue(self, lead: str, max_tokens: int, before: str = "") -> str:
-        """The user's turn that begins with ``lead``, without it."""
-        response = await self._client.completions.create(
-            model=self._model,
-            prompt=f"{SYSTEM}{before}<|im_start|>user\n{lead}",
-            temperature=PROMPT_TEMPERATURE,
-            max_tokens=max_tokens,
-            stop=["<|im_end|>"],
-            extra_headers=NO_LEARNING,
-            extra_body={"add_special_tokens": False},
-        )
-        return response.choices[0].text.rstrip()
-
-    async def _ask(self, messages: list[dict[str, str]]) -> str:
-        values, weights = zip(*TEMPERATURES, strict=True)
-        temperature = self._random.choices(values, weights)[0]
-        return await self._answer(messages, temperature, self._random.choice(LONGEST_ANSWER))
-
-    async def _answer(
-        self,
-        messages: list[dict[str, str]],
-        temperature: float,
-        max_tokens: int,
-        *,
-        learn: bool = True,
-    ) -> str:
-        response = await self._client.chat.completions.create(
-            model=self._model,
-            messages=messages,  # type: ignore[arg-type]
-            temperature=temperature,
-            max_tokens=max_tokens,
-            extra_headers={} if learn else NO_LEARNING,
-        )
-        if learn and response.usage is not None:
-            self.tokens += response.usage.completion_tokens
-        return (response.choices[0].message.content or "").strip()
-
-
-async def generate(args: argparse.Namespace, taken: set[str], out: TextIO) -> Traffic:
-    async with make_client(args.url) as client:
-        traffic = Traffic(client, await served_model(client), args.tokens, args.seed, taken, out)
-        started = time.monotonic()
-
-        async def progress() -> None:
-            while True:
-                await asyncio.sleep(20)
-                rate = traffic.tokens / (time.monotonic() - started)
-                print(
-                    f"{traffic.tokens} tokens, {traffic.prompts} prompts, {rate:.0f} tokens/s, "
-                    f"{traffic.repeats} repeats, {traffic.failed} failed",
-                    flush=True,
-                )
-
-        shown = asyncio.create_task(progress())
-        try:
-            await traffic.run(args.concurrency)
-        finally:
-            shown.cancel()
+                model = await served_model(client)
+                traffic = Traffic(client, model, ChatTemplate(http), share, taken, out)
+                shown = asyncio.create_task(_show(traffic, share))
+                try:
+                    await traffic.run(concurrency)
+                finally:
+                    shown.cancel()
+            except (OpenAIError, httpx.HTTPError, TimeoutError) as error:
+                raise SelfPlayError(f"{share.url} does not answer: {error}") from None
     return traffic
+
+
+async def _show(traffic: Traffic, share: Share) -> None:
+    """Says every now and then how far it is, until cancelled."""
+    started = time.monotonic()
+    while True:
+        await asyncio.sleep(SHOWN_EVERY)
+        rate = traffic.tokens / (time.monotonic() - started)
+        print(
+            f"{share.prompts.name}: {traffic.tokens} tokens, {traffic.prompts} prompts, "
+            f"{rate:.0f} tokens/s, {traffic.repeats} repeats, {traffic.failed} failed",
+            flush=True,
+        )
+
+
+def keys_of(files: Iterable[Path]) -> set[str]:
+    """Of the prompts in workload files; raises SelfPlayError."""
+    try:
+        return {prompt.key for path in files for prompt in read_workload(path)}
+    except WorkloadError as error:
+        raise SelfPlayError(str(error)) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -198,9 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    taken = {prompt.key for path in args.avoid for prompt in read_workload(path)}
-    with open(args.prompts, "x", encoding="utf-8") as out:
-        traffic = asyncio.run(generate(args, taken, out))
+    share = Share(args.url, args.tokens, args.seed, args.prompts)
+    try:
+        traffic = asyncio.run(generate(share, args.concurrency, keys_of(args.avoid)))
+    except SelfPlayError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(f"{traffic.tokens} tokens over {traffic.prompts} prompts, {traffic.failed} failed")
     return 0
 

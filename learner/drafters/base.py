@@ -38,14 +38,18 @@ class Drafter(nn.Module, ABC):
 
     method: ClassVar[str]
     """The name vLLM loads it by."""
-    needs_aux: ClassVar[bool]
-    """Whether it reads the target's auxiliary hidden states."""
+    aux_count: int
+    """Layers of the target whose auxiliary hidden states it reads."""
     reads_own_states: ClassVar[bool]
     """Whether a later draft step differs from step 0 of a later anchor. If not, training on step 0
     covers all steps."""
 
     vocab: Tensor
     """[V_draft] target id of each training index, ascending."""
+
+    @property
+    def needs_aux(self) -> bool:
+        return self.aux_count > 0
 
     @classmethod
     @abstractmethod

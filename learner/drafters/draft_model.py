@@ -19,13 +19,13 @@ from learner.target import Target, choose_vocab, prior_counts
 
 class DraftModel(Drafter):
     method: ClassVar[str] = "draft_model"
-    needs_aux: ClassVar[bool] = False
     reads_own_states: ClassVar[bool] = False
     head_rows: Tensor
 
     def __init__(self, model: PreTrainedModel, vocab: Tensor) -> None:
         """``vocab`` [V_draft] are the tokens that training compares; it drafts from all of them."""
         super().__init__()
+        self.aux_count = 0
         self.model = model
         self.head = model.get_output_embeddings()
         for module in (model.get_input_embeddings(), self.head):

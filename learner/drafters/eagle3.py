@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from learner.batch import SpanBatch
 from learner.drafters.attention import SpanRange, attend
 from learner.drafters.base import Drafter, Exported
-from learner.drafters.eagle3_folder import aux_layers, read_head
+from learner.drafters.eagle3_folder import aux_count, read_head
 from learner.target import Target, choose_vocab, prior_counts
 
 _LAYER_KEYS = (
@@ -65,7 +65,6 @@ class MidLayer(nn.Module):
 
 class Eagle3(Drafter):
     method: ClassVar[str] = "eagle3"
-    needs_aux: ClassVar[bool] = True
     reads_own_states: ClassVar[bool] = True
     embedding: Tensor
 
@@ -74,8 +73,7 @@ class Eagle3(Drafter):
         super().__init__()
         self.config = config
         layer = LlamaConfig(**{k: config[k] for k in _LAYER_KEYS if config.get(k) is not None})
-        # vLLM reads three layers where a config names none.
-        self.aux_count = len(aux_layers(config) or (2, 3, 4))
+        self.aux_count = aux_count(config)
         self.norm_before_residual = bool(config.get("norm_before_residual", False))
         self.midlayer = MidLayer(layer)
         self.fc = nn.Linear(self.aux_count * layer.hidden_size, layer.hidden_size, bias=False)

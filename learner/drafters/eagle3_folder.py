@@ -11,6 +11,9 @@ from torch import Tensor
 from learner.drafters.base import read_folder
 from learner.target import Target
 
+DEFAULT_AUX_COUNT = 3
+"""vLLM captures so many layers where a config names none."""
+
 
 def read_head(
     folder: str | Path, target: Target
@@ -18,7 +21,7 @@ def read_head(
     """(tensors by exported name, config, vocabulary [V_draft]) of a head for ``target``.
 
     Raises ValueError on a head that cannot be trained here: other widths than the target's, biases,
-    extra norms, an embedding other than the target's.
+    extra norms, an embedding other than the target's, layers read that the target does not have.
     """
     stored, config = read_folder(folder)
     config = _flat_config(config)
@@ -32,6 +35,9 @@ def read_head(
         for name, tensor in stored.items()
     }
     tensors.pop("t2d", None)
+    if "fc.weight" not in tensors:
+        raise ValueError(f"{folder}: no fc, so no EAGLE-3 head")
+    _check_aux(folder, config, tensors["fc.weight"].shape[1], target)
     embedding = tensors.pop("embed_tokens.weight", None)
     if embedding is not None and not _same(embedding, target.embedding):
         raise ValueError(f"{folder}: its embedding is not the target's")
@@ -47,10 +53,30 @@ def read_head(
     return {name: tensor.float() for name, tensor in tensors.items()}, config, vocab
 
 
-def aux_layers(config: dict[str, Any]) -> list[int] | None:
-    """The auxiliary layers that a config names; None leaves vLLM's default."""
-    named = config.get("eagle_aux_hidden_state_layer_ids")
-    return named or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+def aux_count(config: dict[str, Any]) -> int:
+    """How many auxiliary layers a head of this config reads."""
+    return len(_aux_layers(config)) or DEFAULT_AUX_COUNT
+
+
+def _aux_layers(config: dict[str, Any]) -> list[int]:
+    """The auxiliary layers that a config names; none leaves vLLM's default."""
+    eagle_config = config.get("eagle_config") or {}
+    key = "eagle_aux_hidden_state_layer_ids"
+    return config.get(key) or eagle_config.get(key) or []
+
+
+def _check_aux(folder: str | Path, config: dict[str, Any], width: int, target: Target) -> None:
+    """The engine has to give the head the states that its ``fc``, ``width`` wide, reads."""
+    if (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+        raise ValueError(f"{folder}: heads without auxiliary states cannot be trained here")
+    named, count = _aux_layers(config), aux_count(config)
+    if len(set(named)) < len(named) or not all(0 <= layer <= target.layers for layer in named):
+        raise ValueError(f"{folder}: reads layers {named} of a target that has {target.layers}")
+    if width != count * target.hidden_size:
+        raise ValueError(
+            f"{folder}: its config has it read {count} auxiliary layers, its fc is made for "
+            f"{width / target.hidden_size:g}"
+        )
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -30,6 +30,7 @@ class Outcomes:
     rejected  [N]  target id of the first rejected one; -1 when none was
     passed    [N]  bool: accepted drafts led past the anchor, so the engine did not draft from it
     verdict   [N]  of the position that the anchor's first draft stands at, whichever step judged it
+    wrong     [N]  target id of the draft that was rejected at that position; -1 when none was
     """
 
     drafted: Tensor
@@ -37,6 +38,22 @@ class Outcomes:
     rejected: Tensor
     passed: Tensor
     verdict: Tensor
+    wrong: Tensor
+
+    def by_position(self) -> Outcomes:
+        """Every judged draft as the first one of the anchor before its position.
+
+        That is what it was for a drafter that does not read its own states: it drafts the same behind
+        accepted drafts as behind committed tokens.
+        """
+        return Outcomes(
+            drafted=(self.verdict != UNKNOWN).long(),
+            accepted=(self.verdict == ACCEPTED).long(),
+            rejected=self.wrong,
+            passed=torch.zeros_like(self.passed),
+            verdict=self.verdict,
+            wrong=self.wrong,
+        )
 
     def verdicts(self, judged: Tensor) -> Tensor:
         """[N, K]: verdict of the position that draft step j of each anchor proposes.
@@ -58,6 +75,7 @@ def collect_outcomes(spans: Sequence[Span]) -> Outcomes:
     passed = torch.zeros(total, dtype=torch.bool)
     rejected = torch.full((total,), -1)
     verdict = torch.full((total,), UNKNOWN)
+    wrong = torch.full((total,), -1)
     start = 0
     for span in spans:
         for step in span.steps:
@@ -74,14 +92,15 @@ def collect_outcomes(spans: Sequence[Span]) -> Outcomes:
                 rejected[index] = step.draft_ids[step.accepted]
                 if index + step.accepted < end:
                     verdict[index + step.accepted] = REJECTED
+                    wrong[index + step.accepted] = step.draft_ids[step.accepted]
         start += span.anchors
-    return Outcomes(drafted, accepted, rejected, passed, verdict)
+    return Outcomes(drafted, accepted, rejected, passed, verdict, wrong)
 
 
 def nothing_served(anchors: int) -> Outcomes:
     """The outcomes of anchors of which nothing is known."""
     zeros, none = torch.zeros(anchors, dtype=torch.long), torch.full((anchors,), -1)
-    return Outcomes(zeros, zeros, none, torch.zeros(anchors, dtype=torch.bool), zeros)
+    return Outcomes(zeros, zeros, none, torch.zeros(anchors, dtype=torch.bool), zeros, none)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rlcore.engine.frontend import PacelineLLM
 
 WORKER_CLASS = "rlcore.engine.worker.PacelineWorker"
+SCHEDULER_CLASS = "rlcore.engine.scheduler.PacelineScheduler"
 
 DEFAULT_KV_GIB = 2
 """KV cache on a CPU when nothing is said: 2 GiB hold about 90,000 tokens of the embedded model."""
@@ -78,6 +79,7 @@ def engine_arguments(
     if args.kv_cache_memory_bytes is None and current_platform.is_cpu():
         args.kv_cache_memory_bytes = int((settings.kv_cache_gib or DEFAULT_KV_GIB) * 2**30)
     args.worker_cls = WORKER_CLASS
+    args.scheduler_cls = SCHEDULER_CLASS
     args.async_scheduling = False
     args.additional_config = {**(args.additional_config or {}), **options.to_config()}
     args.api_key = None  # our own guard covers every route
@@ -85,6 +87,11 @@ def engine_arguments(
         "method": settings.draft_method,
         "model": str(draft),
         "num_speculative_tokens": settings.speculative_tokens,
+        # Drafts are greedy: the pruned vocabulary's argmax is mapped, its logits are not scattered
+        # into the target's vocabulary first. Draft models have no pruned vocabulary.
+        "use_local_argmax_reduction": settings.draft_method == "eagle3",
+        # With any table by batch size vLLM is prepared for a K that changes. The scheduler sets it.
+        "num_speculative_tokens_per_batch_size": [[1, 1, settings.speculative_tokens]],
     }
     validate_parsed_serve_args(args)
     return args

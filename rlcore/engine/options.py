@@ -10,13 +10,14 @@ ADDITIONAL_CONFIG_KEY = "paceline"
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the worker subclass. Endpoints are ZeroMQ addresses."""
+    """Options of the worker and the scheduler. Endpoints are ZeroMQ addresses."""
 
     target_version: int
     draft_version: int
-    trained: bool
-    """False while the live drafter is an untrained head: then only probes are drafted."""
-    probe_interval: int
+    draft_rates: list[float]
+    """Conditional acceptance by position that is expected of it; empty where nothing is known."""
+    adaptive: bool
+    """Whether the number of drafts follows what pays; else it is always K."""
     link_endpoint: str
     """Where the server's engine link is bound."""
     trace_endpoint: str | None

@@ -1,9 +1,8 @@
 """The engine worker: vLLM's own, with capture and draft swap added. Given to vLLM as ``worker_cls``.
 
 Read against vLLM 0.32.0. Overridden: ``load_model``, ``execute_model``, ``sample_tokens``,
-``shutdown``; relied on: the V1 model runner's state (see ``capture``) and the field
-``num_spec_tokens_to_schedule`` of SchedulerOutput, which says how many tokens the drafter proposes at
-the end of a step. Everything named ``paceline_*`` is an RPC.
+``take_draft_token_ids``, ``shutdown``; relied on: the V1 model runner's state (see ``capture``) and its
+``drafter``. Everything named ``paceline_*`` is an RPC.
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ from rlcore.engine.capture import Capture
 from rlcore.engine.courier import Courier
 from rlcore.engine.fixes import EngineUnsafe, apply_fixes, verify_fixes
 from rlcore.engine.options import EngineOptions
-from rlcore.engine.speculation import DraftLength
 from rlcore.engine.swap import DraftSlot
+from rlcore.engine.upkeep import DeferredUpkeep, can_defer
+from rlcore.engine.versioned import VersionedDrafts
 from rlcore.records import CaptureCounts, EngineReport
 
 if TYPE_CHECKING or not current_platform.is_cpu():
@@ -48,15 +48,15 @@ class PacelineWorker(BaseWorker):
         options = EngineOptions.from_config(self.vllm_config.additional_config)
         speculative = self.vllm_config.speculative_config
         self._slot: DraftSlot | None = None
-        self._length: DraftLength | None = None
+        self._rates = options.draft_rates
+        self._drafting = 0
         drafter = None if speculative is None else self.model_runner.get_draft_model()
         if speculative is not None and drafter is not None:
             self._slot = self.slot_class(
                 self.model_runner.get_model(), drafter, self.vllm_config, options.draft_version
             )
-            self._length = DraftLength(
-                speculative.num_speculative_tokens, options.probe_interval, options.trained
-            )
+            if can_defer(self.model_runner.drafter):
+                DeferredUpkeep(self.model_runner.drafter)
         self._courier: Courier | None = None
         if self.is_driver_worker:
             self._courier = Courier(options, self._engine_report)
@@ -73,8 +73,8 @@ class PacelineWorker(BaseWorker):
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         if self._slot is not None and self._slot.broken:
             raise EngineUnsafe(self._slot.broken)
-        if self._length is not None and scheduler_output.total_num_scheduled_tokens:
-            scheduler_output.num_spec_tokens_to_schedule = self._length.next()
+        if scheduler_output.total_num_scheduled_tokens:
+            self._drafting = scheduler_output.num_spec_tokens_to_schedule
         if self._courier is not None:
             self._capture.finish(scheduler_output.finished_req_ids)
         return super().execute_model(scheduler_output)
@@ -90,20 +90,31 @@ class PacelineWorker(BaseWorker):
         self._capture.after_sampling(self.model_runner, view, output, self._live_version)
         return output
 
+    def take_draft_token_ids(self) -> VersionedDrafts | None:
+        drafts = super().take_draft_token_ids()
+        if drafts is None:
+            return None
+        return VersionedDrafts(
+            drafts.req_ids, drafts.draft_token_ids, self._live_version, self._rates
+        )
+
     def shutdown(self) -> None:
         if self._courier is not None:
             self._courier.stop()
         super().shutdown()
 
     def paceline_swap(
-        self, folder: str, sha256: str, version: int, trained: bool = True
+        self, folder: str, sha256: str, version: int, rates: list[float]
     ) -> dict[str, Any]:
-        """Make a version live; the answer is a SwapReport as plain values."""
-        if self._slot is None or self._length is None:
+        """Make a version live; the answer is a SwapReport as plain values.
+
+        ``rates``: conditional acceptance by position expected of it, as far as known.
+        """
+        if self._slot is None:
             raise EngineUnsafe("this engine has no drafter to swap")
         report = self._slot.swap(Path(folder), sha256, version)
         if report.error is None:
-            self._length.trained = trained
+            self._rates = rates
         return msgspec.to_builtins(report)
 
     def paceline_request_acceptance(self, request_ids: list[str]) -> list[dict[str, Any]]:
@@ -121,7 +132,7 @@ class PacelineWorker(BaseWorker):
         return EngineReport(
             worker=f"{os.getpid()}",
             live_version=self._live_version,
-            speculative_tokens=0 if self._length is None else self._length.speculative_tokens,
+            speculative_tokens=self._drafting,
             acceptance=list(self._capture.acceptance.values()),
             capture=counts,
         )

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
@@ -112,8 +112,18 @@ def chunk(
     }
 
 
+class App(Protocol):
+    """What can be served; ``url`` is set meanwhile."""
+
+    app: FastAPI
+    url: str
+
+
+Served = TypeVar("Served", bound=App)
+
+
 @contextmanager
-def running(stub: Stub) -> Iterator[Stub]:
+def running(stub: Served) -> Iterator[Served]:
     """Serve it from a thread."""
     server = uvicorn.Server(
         uvicorn.Config(stub.app, log_level="warning", timeout_graceful_shutdown=1)

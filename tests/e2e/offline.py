@@ -88,7 +88,7 @@ class Engine:
         from rlcore.engine.options import EngineOptions
 
         options = EngineOptions(
-            target_version=0, draft_version=0, trained=True, probe_interval=8,
+            target_version=0, draft_version=0, draft_rates=[], adaptive=False,
             link_endpoint=f"ipc://{tempfile.mkdtemp()}/link", trace_endpoint=None, capture_rate=0.0,
             capture_span_tokens=2048, capture_queue=256,
         )  # fmt: skip

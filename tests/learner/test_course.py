@@ -9,15 +9,17 @@ import pytest
 import torch
 
 from learner.batch import Span, collate
-from learner.course import START_TOKENS, Course
+from learner.course import COLD_TOKENS, START_TOKENS, Course
 from learner.drafters.eagle3 import Eagle3
 from learner.intake import Intake
 from learner.objective import acceptance, expected_length
+from learner.pace import SHORTEST_INTERVAL
+from learner.speed import SPEED_WINDOW
 from learner.target import Target
-from rlcore.records import DraftManifest, VerifyStep
+from rlcore.records import DraftManifest, RecordError, VerifyStep
 from rlcore.settings import DrafterSettings
 from rlcore.weights import WeightStore
-from tests.learner.tiny import VOCAB, make_span, make_target
+from tests.learner.tiny import HIDDEN, VOCAB, make_span, make_target, make_trace
 
 K = 3
 SETTINGS = DrafterSettings(gate_tokens=100, batch_tokens=64, heldout_share=0.3)
@@ -149,14 +151,14 @@ def test_a_version_that_cannot_be_read_leaves_the_live_one(world, tmp_path):
 def test_training_waits_for_traffic_and_keeps_to_the_ratio(world, tmp_path):
     model, *_ = world
     course, _ = begun(world, tmp_path)
-    assert not course.train(2.0)
+    assert not course.train(2.0, now=0.0)
     assert course.progress.phase == "waiting for traces"
     seed = 0
     while course.intake.replay.training_tokens < START_TOKENS:
         course.intake.replay.add(replace(make_span(model, 60, 8, seed=seed), prompt_hash="f" * 32))
         seed += 1
     course.intake.training_tokens = course.intake.replay.training_tokens
-    while course.train(0.2):
+    while course.train(0.2, now=0.0):
         pass
     assert course.progress.phase == "idle"
     assert 0.2 <= course.tokens_seen / course.intake.training_tokens < 0.3
@@ -217,4 +219,155 @@ def test_a_watch_goes_on_after_a_restart(world, tmp_path):
     other = Course(SETTINGS, world[1], store, intake, watched=True)
     other.went_live(0, digests[0])
     other.begin(0, tmp_path / "checkpoint")
-    assert other.facts()["watch"] is None
+    assert other.facts()["watch"][1:] == [None, None]
+
+
+def winning(world, folder: Path) -> tuple[Course, DraftManifest]:
+    """The damaged version 1 is live, and a version of intact weights has just beaten it."""
+    course, digests = begun(world, folder)
+    course.went_live(1, digests[1])
+    for seed in range(40):
+        span = replace(agreeable(world, seed, version=1), prompt_hash=f"{seed:032x}")
+        assert course.intake.replay.add(span)
+        assert course.intake.replay.holds_out(span)
+        course.intake.heldout_tokens += span.anchors
+    manifest = course.consider(now=0.0)
+    assert manifest is not None
+    assert manifest.gain_lower > 0
+    return course, manifest
+
+
+def realised(course: Course) -> tuple[int, int, str]:
+    pace = course.facts()["pace"]
+    return course.progress.published, pace["published_at"], pace["reason"]
+
+
+def test_a_version_counts_as_published_once_the_server_took_it(world, tmp_path):
+    course, manifest = winning(world, tmp_path)
+    assert realised(course) == (0, 0, "a version won")
+    assert course.went_live(manifest.version, manifest.sha256)
+    assert realised(course) == (1, course.intake.heldout_tokens, "promoted")
+    assert course.went_live(manifest.version, manifest.sha256)
+    assert course.progress.published == 1
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_version_that_the_server_refused_is_no_gain_realised(world, tmp_path, answered):
+    course, manifest = winning(world, tmp_path)
+    if answered:
+        course.refused(manifest.version)
+    else:  # the operator made another version live meanwhile, and the answer is lost
+        course.went_live(0, course.publisher.store.manifest(0).sha256)
+    assert realised(course) == (0, 0, "a version won")
+    assert course.went_live(manifest.version, manifest.sha256)
+    assert realised(course) == (0, 0, "a version won")
+
+
+def test_a_pause_in_the_traffic_is_seen_as_one(world, tmp_path):
+    def cost_of_a_stall(pause: float) -> float:
+        course, _ = begun(world, tmp_path / str(pause))
+        for seed in range(5):
+            course.saw(agreeable(world, seed, version=0), now=float(seed))
+        course.swapped(10.0, now=4.0 + pause)
+        return course.facts()["pace"]["cost"]
+
+    assert cost_of_a_stall(0.0) > COLD_TOKENS
+    assert cost_of_a_stall(SPEED_WINDOW + 1) == COLD_TOKENS
+
+
+def test_traffic_that_comes_back_is_not_kept_waiting_by_an_interval_set_while_it_faded(
+    world, tmp_path
+):
+    course, _ = winning(world, tmp_path)
+    last = 100.0
+    course.saw(agreeable(world, 50, version=1), now=last)
+    course.consider(now=last + SPEED_WINDOW - 1)
+    assert course.publish_interval_s(last + SPEED_WINDOW - 1) > 4 * SPEED_WINDOW
+    assert course.publish_interval_s(last + SPEED_WINDOW + 1) == SHORTEST_INTERVAL
+    assert course.session is not None
+    course.session.trainer.updates += 1  # there is something new to judge
+    back = last + 2 * SPEED_WINDOW
+    assert not course.due(back)
+    course.saw(agreeable(world, 51, version=1), now=back)
+    assert not course.due(back + SPEED_WINDOW - 1)
+    assert course.due(back + SPEED_WINDOW)
+
+
+def test_one_bad_version_leads_to_one_retreat_and_never_to_an_older_version(world, tmp_path):
+    _, target, head = world
+    store = WeightStore(tmp_path)
+    digests = {
+        0: publish(store, head, 0, None, "untrained"),
+        1: publish(store, head, 1, 0, "learned"),
+        2: publish(store, damaged(head), 2, 1, "learned"),
+    }
+    course = Course(SETTINGS, target, store, Intake(SETTINGS, None, target), watched=True)
+    course.went_live(1, digests[1])
+    course.begin(1, None)
+    course.went_live(2, digests[2])
+    for seed in range(60):
+        course.saw(agreeable(world, seed, version=2), now=float(seed))
+    assert course.retreat() is not None
+    course.serves(1)  # the answer, or a hello, before the weights are here
+    assert course.retreat() is None
+    assert not course.can_judge()
+    for _ in range(2):
+        course.went_live(1, digests[1])
+        course.serves(1)
+    for seed in range(60, 180):  # late traces of the bad version, and some on which 0 did better
+        course.saw(agreeable(world, seed, version=1 + seed % 2), now=float(seed))
+        assert course.retreat() is None
+    assert course.progress.rolled_back == 1
+    assert course.session is not None
+    course.session.save(tmp_path / "checkpoint", course.facts())
+    again = Course(SETTINGS, target, store, course.intake, watched=True)
+    again.went_live(1, digests[1])
+    again.begin(1, tmp_path / "checkpoint")
+    for seed in range(60):
+        again.saw(agreeable(world, seed, version=1), now=float(seed))
+    assert again.retreat() is None
+
+
+def reading(head: Eagle3, layers: list[int]) -> Eagle3:
+    """The head with another number of auxiliary layers, untrained."""
+    config = head.config | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": layers}}
+    torch.manual_seed(0)
+    return Eagle3(config, head.vocab, head.embedding)
+
+
+def widened(span: Span, count: int) -> Span:
+    """With ``count`` auxiliary states instead of three."""
+    assert span.aux is not None
+    aux = torch.cat([span.aux, span.aux], dim=1)[:, : count * HIDDEN].contiguous()
+    return replace(span, aux=aux, prompt_hash="f" * 32)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_a_head_of_any_number_of_auxiliary_layers_is_learned_from_its_own_traces(
+    world, tmp_path, count
+):
+    model, target, head = world
+    store, settings = WeightStore(tmp_path), SETTINGS
+    digest = publish(store, reading(head, list(range(1, count + 1))), 0, None, "given")
+    course = Course(settings, target, store, Intake(settings, None, target), watched=True)
+    assert course.went_live(0, digest)
+    course.begin(0, None)
+    for seed in range(40):
+        trace = make_trace(widened(make_span(model, 60, 8, seed=seed), count))
+        course.saw(course.intake.put(*trace), now=0.0)
+    for other in {1, 2, 3, 4, 5} - {count}:
+        with pytest.raises(RecordError, match="auxiliary width"):
+            course.intake.put(*make_trace(widened(make_span(model, 60, 8, seed=99), other)))
+    assert course.train(8.0, now=0.0)
+    assert course.session is not None
+    assert course.session.trainer.updates == 1
+
+
+def test_a_draft_that_reads_other_layers_does_not_take_over_a_course(world, tmp_path, capsys):
+    _, _, head = world
+    course, _ = begun(world, tmp_path)
+    digest = publish(course.publisher.store, reading(head, [1, 2, 3, 4]), 2, None, "given")
+    assert not course.went_live(2, digest)
+    assert course.live is not None
+    assert course.live.version == 0
+    assert course.intake.aux_count == 3

@@ -237,3 +237,35 @@ def test_a_target_too_shallow_for_three_depths_is_refused(world):
     shallow = replace(target, config={**target.config, "num_hidden_layers": 6})
     with pytest.raises(ValueError, match="too shallow"):
         Eagle3.build(shallow)
+
+
+@pytest.mark.parametrize(
+    ("layers", "extra", "message"),
+    [
+        ([2, 4, 5, 6], {}, "read 4 auxiliary layers, its fc is made for 3"),
+        ([2, 4], {}, "read 2 auxiliary layers, its fc is made for 3"),
+        ([2, 4, 9], {}, r"layers \[2, 4, 9\] of a target that has 8"),
+        ([2, 4, 4], {}, r"layers \[2, 4, 4\]"),
+        ([2, 4, 5], {"use_aux_hidden_state": False}, "without auxiliary states"),
+    ],
+)
+def test_a_head_whose_auxiliary_states_cannot_be_given_is_refused_in_one_line(
+    world, tmp_path, layers, extra, message
+):
+    _, target = world
+    Eagle3.build(target, vocab_size=40).save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": layers} | extra
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message) as refused:
+        Eagle3.load(tmp_path, target)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_config_that_names_no_layers_means_vllms_three(world, tmp_path):
+    _, target = world
+    Eagle3.build(target, vocab_size=40).save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["eagle_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert Eagle3.load(tmp_path, target).aux_count == 3

@@ -44,7 +44,9 @@ def spans(model):
 
 
 def intake(target: Target, folder: Path | None = None, gib: float = 0.001) -> Intake:
-    return Intake(DrafterSettings(replay_gib=gib, gate_tokens=100), folder, target)
+    found = Intake(DrafterSettings(replay_gib=gib, gate_tokens=100), folder, target)
+    found.aux_count = 3
+    return found
 
 
 def refusal(taker: Intake, span: Span, **fields: object) -> str | None:

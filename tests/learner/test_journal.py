@@ -174,4 +174,50 @@ def test_a_disk_that_fills_up_while_the_wanted_are_copied_loses_none_of_them(tmp
                     failed += 1
         journal.close()
     assert failed > 3
-    assert {"r0", "r1"} <= set(names(tmp_path))
+    kept = names(tmp_path)
+    assert {"r0", "r1"} <= set(kept)
+    assert len(kept) == len(set(kept))
+
+
+def torn_write(journal: Journal, frames: list[bytes]) -> None:
+    """The disk takes a part of the message."""
+    assert journal._file is not None
+    journal._file.write(frames[0])
+    journal._file.flush()
+    raise OSError(28, "No space left on device")
+
+
+def test_failed_writes_leave_no_files_and_no_torn_messages_behind(tmp_path):
+    journal = Journal(tmp_path, 10**9)
+    journal.append(message(0, 4))
+    (first,) = journal.segments()
+    whole = first.read_bytes()
+    for i in range(1, 9):
+        with (
+            mock.patch.object(Journal, "_write", torn_write),
+            pytest.raises(OSError, match="No space left"),
+        ):
+            journal.append(message(i, 4))
+        assert journal.segments() == [first]
+        assert first.read_bytes() == whole
+    journal.append(message(9, 4))
+    journal.close()
+    assert names(tmp_path) == ["r0", "r9"]
+
+
+def test_marks_grow_when_a_write_fails_after_all_older_segments_went(tmp_path):
+    with mock.patch.object(journal_module, "SEGMENT_BYTES", 600):
+        journal = Journal(tmp_path, 0)
+        for i in range(3):
+            journal.append(message(i, 40))
+        end = journal.end
+        with (
+            mock.patch.object(Journal, "_write", torn_write),
+            pytest.raises(OSError, match="No space left"),
+        ):
+            journal.append(message(3, 40))
+        assert journal.end >= end
+        again = Journal(tmp_path, 0)
+        again.append(message(4, 40))
+        again.close()
+    assert [trace.request_id for mark, trace, _ in again.read_marked() if mark >= end] == ["r4"]

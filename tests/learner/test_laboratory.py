@@ -16,7 +16,9 @@ from learner.lab_table import Result, markdown
 from learner.recording import Recorder
 from rlcore.records import encode
 from rlcore.target import model_identity
-from tests.learner.tiny import make_span, make_target, make_trace
+from tests.learner.tiny import HIDDEN, make_span, make_target, make_trace
+
+AUX = 3 * HIDDEN
 
 torch.set_num_threads(1)
 
@@ -57,7 +59,7 @@ def entries(table: Path) -> list[dict]:
 
 def test_no_held_out_prompt_is_ever_trained_on_and_the_limits_hold(world):
     folder, path = world
-    traffic = read_traffic([path], model_identity(folder), "eagle3", 300, 100)
+    traffic = read_traffic([path], model_identity(folder), "eagle3", AUX, 300, 100)
     trained = {span.prompt_hash for span in traffic.training}
     held = {span.prompt_hash for span in traffic.heldout}
     assert trained
@@ -71,8 +73,8 @@ def test_recordings_give_equal_parts(world, tmp_path):
     folder, path = world
     copy = tmp_path / "other.traces"
     copy.write_bytes(path.read_bytes())
-    both = read_traffic([path, copy], model_identity(folder), "eagle3", 200, 60)
-    one = read_traffic([path], model_identity(folder), "eagle3", 100, 30)
+    both = read_traffic([path, copy], model_identity(folder), "eagle3", AUX, 200, 60)
+    one = read_traffic([path], model_identity(folder), "eagle3", AUX, 100, 30)
     ids = [span.request_id for span in one.training]
     assert [span.request_id for span in both.training] == ids * 2
 
@@ -87,7 +89,7 @@ def test_the_split_is_a_function_of_the_prompt_hash(digest):
 @given(st.integers(30, 200), st.integers(0, 100))
 def test_every_span_is_trained_once_before_any_is_trained_twice(world, size, seed):
     folder, path = world
-    spans = read_traffic([path], model_identity(folder), "eagle3", 300, 100).training
+    spans = read_traffic([path], model_identity(folder), "eagle3", AUX, 300, 100).training
     stream = batches(spans, size, seed)
     seen: list[str] = []
     while len(seen) < len(spans):

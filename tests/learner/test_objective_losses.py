@@ -190,7 +190,7 @@ def test_the_hybrid_is_all_kl_where_nothing_is_accepted_and_moves_on_from_there(
 def served(drafted: list[int], accepted: list[int], passed: list[bool]) -> Outcomes:
     tensors = (torch.tensor(drafted), torch.tensor(accepted))
     none = torch.full((len(drafted),), -1)
-    return Outcomes(*tensors, none, torch.tensor(passed), torch.zeros(len(drafted)).long())
+    return Outcomes(*tensors, none, torch.tensor(passed), torch.zeros(len(drafted)).long(), none)
 
 
 def test_policy_gradient_lifts_accepted_drafts_and_sinks_rejected_ones_on_the_path_only():

@@ -98,6 +98,30 @@ def test_every_draft_step_has_the_verdict_of_the_position_it_proposes(requests):
             assert verdicts[i, j] == (by_position[place] if judged[i, j] else UNKNOWN)
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.lists(steps, min_size=1, max_size=3), st.integers(0, 4), st.integers(0, 2))
+def test_by_position_every_judged_draft_is_its_own_anchors_first(requests, first, cut):
+    spans = [served_span(accepts, 3, first=min(first, 3), cut=cut) for accepts in requests]
+    found = collect_outcomes(spans).by_position()
+    batch = collate(spans, with_aux=True)
+    position = (batch.positions[batch.anchor_span] + batch.anchor_row + 2).tolist()
+    places = {place: i for i, place in enumerate(zip(batch.anchor_span.tolist(), position))}  # noqa: B905
+    drafted, accepted, rejected = (torch.zeros(len(position), dtype=torch.long) for _ in range(3))
+    rejected -= 1
+    for number, span in enumerate(spans):
+        for step in span.steps:
+            for j, draft in enumerate(step.draft_ids[: step.accepted + 1]):
+                if (number, step.position + j) in places:
+                    at = places[number, step.position + j]
+                    drafted[at] = 1
+                    accepted[at] = j < step.accepted
+                    rejected[at] = -1 if j < step.accepted else draft
+    assert torch.equal(found.drafted, drafted)
+    assert torch.equal(found.accepted, accepted)
+    assert torch.equal(found.rejected, rejected)
+    assert not found.passed.any()
+
+
 def test_weights_multiply_position_anchor_and_what_lies_between():
     span = served_span([1, 3, 0], k=3)
     judged = torch.ones(7, 2, dtype=torch.bool)

@@ -116,6 +116,28 @@ def test_drift_does_not_lower_a_learning_rate():
     assert pace.pacing(traffic(0)).lr_scale == 1.0
 
 
+def test_what_won_is_no_plateau_and_counts_from_when_it_is_live():
+    def after(*published: int) -> Pace:
+        pace = Pace(trained=False)
+        pace.judged(gains(0.1), traffic(5000))
+        for served in published:
+            pace.published(served)
+        pace.judged(gains(0.1), traffic(10_000))
+        return pace
+
+    refused, taken = after().pacing(traffic(10_000)), after(5000).pacing(traffic(10_000))
+    assert refused.lr_scale == taken.lr_scale == 1.0
+    slower = refused.publish_interval_s / taken.publish_interval_s
+    assert slower == pytest.approx(math.sqrt(2))  # as much was gained in twice the tokens
+
+
+def test_without_traffic_a_swap_is_in_nobodys_way():
+    pace = Pace(trained=False)
+    pace.judged(gains(0.02), traffic(50_000))
+    assert pace.pacing(traffic(50_000, speed=0.1)).publish_interval_s == LONGEST_INTERVAL
+    assert pace.pacing(traffic(50_000, speed=0.0)).publish_interval_s == SHORTEST_INTERVAL
+
+
 def test_a_rolled_back_version_slows_learning_and_publishing():
     pace = Pace(trained=False)
     pace.judged(gains(0.1), traffic(5000))
@@ -197,7 +219,7 @@ def test_a_gain_that_cannot_be_counts_as_none(gain):
 
 events = st.lists(
     st.tuples(
-        st.sampled_from(["judged", "swapped", "drifted", "rolled_back", "pacing"]),
+        st.sampled_from(["judged", "published", "swapped", "drifted", "rolled_back", "pacing"]),
         st.floats(allow_nan=True, allow_infinity=True),
         st.floats(0, 100),
         st.booleans(),
@@ -209,13 +231,15 @@ events = st.lists(
 
 
 def apply(pace: Pace, rows: list, served: int = 0) -> int:
-    for kind, gain, seconds, promoted, more, speed in rows:
+    for kind, gain, seconds, won, more, speed in rows:
         served += more
         now = traffic(served, speed)
         if kind == "judged":
-            pace.judged(Outcome(gain, gain - 0.01, 1.0 + seconds / 50, promoted, seconds), now)
+            pace.judged(Outcome(gain, gain - 0.01, 1.0 + seconds / 50, won, seconds), now)
         elif kind == "swapped":
             pace.swapped(seconds, gain, now)
+        elif kind == "published":
+            pace.published(served)
         elif kind == "drifted":
             pace.drifted(now)
         elif kind == "rolled_back":
@@ -264,6 +288,8 @@ def lost_tokens(cost: float, interval: float | None) -> float:
             lost += cost
             pace.swapped(0.0, cost, traffic(served))
         pace.judged(Outcome(measured, measured - 0.008, live, promoted, 0.1), traffic(served))
+        if promoted:
+            pace.published(served)
     return lost
 
 

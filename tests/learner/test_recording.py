@@ -106,3 +106,13 @@ def test_a_recording_is_never_written_over(tmp_path):
     record(tmp_path / "a", [2])
     with pytest.raises(RecordingError, match="exists"):
         Recorder(tmp_path / "a", "target-a", "eagle3")
+
+
+def test_a_recording_for_other_auxiliary_layers_is_refused(tmp_path):
+    record(tmp_path / "a", [2])  # it has none
+    recording = Recording(tmp_path / "a")
+    recording.check_aux(0)
+    with pytest.raises(RecordingError, match="reads 96"):
+        recording.check_aux(96)
+    record(tmp_path / "empty", [])
+    Recording(tmp_path / "empty").check_aux(96)

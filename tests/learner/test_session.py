@@ -1,14 +1,18 @@
 import json
 import resource
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
+from learner.drafters.draft_model import DraftModel
 from learner.drafters.eagle3 import Eagle3
+from learner.judging import score_spans
 from learner.session import CHECKPOINT_SCHEMA, TrainingSession, keep_freed_memory
 from learner.target import Target
 from rlcore.checkpoint import FACTS, CheckpointError
+from rlcore.records import VerifyStep
 from rlcore.settings import LearnSettings
 from tests.learner.tiny import VOCAB, make_span, make_target
 
@@ -115,3 +119,57 @@ def test_freed_tensors_are_used_again_without_new_pages():
     faults()
     # Given back and mapped again, each of the 30 has 1953 pages.
     assert faults() < 1953
+
+
+def greedy_span(model, seed, length=40):
+    """A request that the target answered greedily, with all states."""
+    span = make_span(model, length, 4, seed=seed)
+    tokens = span.token_ids[None, :4]
+    with torch.no_grad():
+        for _ in range(length - 3):
+            tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], dim=1)
+        last = model.model(tokens[:, :length]).last_hidden_state[0]
+        lse = torch.logsumexp(model.lm_head(last), dim=-1)
+    return replace(span, token_ids=tokens[0], last=last, lse=lse, aux=None)
+
+
+def test_a_draft_model_learns_with_the_default_objective(world):
+    model, target = world
+    settings = LearnSettings(method="draft_model")
+    session = TrainingSession(DraftModel.build(target, VOCAB, layers=2), target, settings)
+    spans = [greedy_span(model, seed) for seed in range(4)]
+
+    def length():
+        with session.candidate() as drafter:
+            scores = score_spans(drafter, spans, settings.speculative_tokens)
+        return sum(s.length_sum for s in scores) / sum(s.anchors for s in scores)
+
+    before = length()
+    metrics = [session.update(spans) for _ in range(40)]
+    assert all(m.skipped is None for m in metrics)
+    assert metrics[-1].loss < metrics[0].loss
+    assert length() > before
+
+
+@pytest.mark.parametrize("rejected_at", [0, 1, 2])
+def test_a_draft_model_is_pushed_off_a_rejected_draft_wherever_in_the_step_it_stood(
+    world, rejected_at
+):
+    model, target = world
+    span = greedy_span(model, seed=1)
+    ids = span.token_ids.tolist()
+    at = 12
+    wrong = next(t for t in range(VOCAB) if t != ids[at + rejected_at])
+    drafts = [*ids[at : at + rejected_at], wrong, 0, 0][:3]
+    step = VerifyStep(at, 0, drafts, rejected_at, ids[at + rejected_at])
+
+    def chance_after(steps):
+        session = TrainingSession(
+            DraftModel.build(target, VOCAB, layers=2), target, LearnSettings(method="draft_model")
+        )
+        for _ in range(3):
+            session.update([replace(span, steps=steps)])
+        tokens = span.token_ids[None, : at + rejected_at]
+        return session.drafter.model(tokens).logits[0, -1].softmax(-1)[wrong].item()
+
+    assert chance_after((step,)) < chance_after(())

@@ -1,0 +1,113 @@
+"""vLLM's scheduler, asking the speculation control for K in every step. Given as ``scheduler_cls``.
+
+Read against vLLM 0.32.0. ``num_spec_tokens_to_schedule`` of step t's SchedulerOutput is what the
+drafter proposes at the end of step t and step t + 1 verifies. ``EngineCore.step`` calls ``schedule``,
+the worker, ``update_from_output`` and then ``update_draft_token_ids``; waiting for requests and RPCs
+(a swap) lie between steps. So a step is timed from ``schedule`` to ``update_draft_token_ids``, and what
+lies between that and the next ``schedule`` is not.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from rlcore.engine.fixes import EngineUnsafe
+from rlcore.engine.options import EngineOptions
+from rlcore.engine.versioned import VersionedDrafts
+from rlcore.speculation.control import DraftControl
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+
+
+@dataclass
+class _Step:
+    """The step in progress."""
+
+    started: float
+    proposed: int
+    """Drafts asked for at its end."""
+    decoding: list[str]
+    """Requests it decodes."""
+    pure: bool
+    """Nothing but decoding, and every request verifies as many drafts as are proposed."""
+
+
+class PacelineScheduler(Scheduler):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.vllm_config
+        if config.parallel_config.data_parallel_size > 1:
+            raise EngineUnsafe("Paceline needs one engine per replica: --data-parallel-size 1")
+        options = EngineOptions.from_config(config.additional_config)
+        self._adaptive = options.adaptive
+        self._control = DraftControl(self.num_spec_tokens, options.draft_rates)
+        self._draft_version = options.draft_version
+        self._step: _Step | None = None
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        started = time.perf_counter()
+        output = super().schedule(throttle_prefills)
+        self._step = None
+        self._control.finished(output.finished_req_ids)
+        if output.total_num_scheduled_tokens:
+            self._step = step = self._describe(output, started)
+            output.num_spec_tokens_to_schedule = step.proposed
+        return output
+
+    def _describe(self, output: SchedulerOutput, started: float) -> _Step:
+        drafts = output.scheduled_spec_decode_tokens
+        decoding = []
+        for request_id, count in output.num_scheduled_tokens.items():
+            request = self.requests[request_id]
+            before = request.num_computed_tokens - count
+            if before >= request.num_prompt_tokens - 1 and count == 1 + len(
+                drafts.get(request_id, ())
+            ):
+                decoding.append(request_id)
+        # What is drafted now is verified by those that will still be there, prefilled by then.
+        proposed = (
+            self._control.choose(list(output.num_scheduled_tokens))
+            if self._adaptive
+            else self.num_spec_tokens
+        )
+        pure = len(decoding) == len(output.num_scheduled_tokens) and all(
+            len(drafts.get(request_id, ())) == proposed for request_id in decoding
+        )
+        return _Step(started, proposed, decoding, pure)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        sampled = model_runner_output.sampled_token_ids
+        index = model_runner_output.req_id_to_index
+        for request_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
+            if drafts and drafts[0] >= 0 and sampled and (kept := sampled[index[request_id]]):
+                self._control.observe_drafts(request_id, len(drafts), len(kept) - 1)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def update_draft_token_ids(self, draft_token_ids: VersionedDrafts) -> None:
+        step = self._step
+        if draft_token_ids.version != self._draft_version:
+            self._draft_version = draft_token_ids.version
+            self._control.new_drafter(draft_token_ids.rates)
+        for request_id, drafts in zip(
+            draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True
+        ):
+            request = self.requests.get(request_id)
+            if request is not None:
+                # A draft behind the last token that may be emitted is verified in vain.
+                room = max(0, request.max_tokens - request.num_output_tokens - 1)
+                del drafts[room:]
+                if step is not None and self._adaptive:
+                    limit = self._control.limit(request_id, len(drafts), len(step.decoding))
+                    del drafts[limit:]
+        super().update_draft_token_ids(draft_token_ids)
+        if step is not None and step.pure:
+            seconds = time.perf_counter() - step.started
+            self._control.observe_step(len(step.decoding), step.proposed, seconds)
