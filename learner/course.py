@@ -83,6 +83,8 @@ class Course:
         self._next_judgement = 0.0
         self._speed = Speed()
         self.progress = Progress()
+        self.cooling = 1.0
+        """Factor on the learning rate, for a course whose end is known."""
         self._recent: deque[tuple[float, int, float]] = deque(maxlen=RECENT_UPDATES)
 
     # --- the live version ---
@@ -274,7 +276,7 @@ class Course:
         self.progress.phase = "training"
         if session.trainer.updates == 0:
             session.follow_traffic()
-        session.trainer.lr_scale = pacing.lr_scale
+        session.trainer.lr_scale = pacing.lr_scale * self.cooling
         started = time.process_time()
         spans = replay.draw(self._settings.batch_tokens)
         metrics = session.update(spans)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ log = get_logger("learner")
 
 NOMINAL_SPEED = 500.0
 """Trained positions that count as a second."""
+
+LAST_RATE = 0.02
+"""Share of the learning rate at the end."""
 
 LOG_INTERVAL = 30.0
 """Nominal seconds between two lines of progress."""
@@ -71,13 +74,26 @@ class Rehearsal:
                     continue
                 self._course.saw(span, self._now)
                 self._train(self._settings.play_ratio)
-        self._train(self._settings.replay_ratio)
+        self._cool()
         if self._course.can_judge():
             self._judge()
 
-    def _train(self, ratio: float) -> None:
+    def _cool(self) -> None:
+        """The rest, when everything has been played: the learning rate falls in a line to its end."""
+        begun, ratio = self._course.tokens_seen, self._settings.replay_ratio
+        rest = max(1.0, ratio * self._intake.training_tokens - begun)
+
+        def cool() -> None:
+            done = (self._course.tokens_seen - begun) / rest
+            self._course.cooling = max(LAST_RATE, 1.0 - done)
+
+        self._train(ratio, cool)
+
+    def _train(self, ratio: float, before_update: Callable[[], None] = lambda: None) -> None:
         """Until so many positions are trained for each that was received, or nothing is gained."""
+        before_update()
         while self._course.train(ratio, self._now):
+            before_update()
             if self._course.due(self._now):
                 self._judge()
             if self._now >= self._next_line:

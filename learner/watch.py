@@ -68,7 +68,7 @@ class WatchResult:
     predecessor_length: float
     """Acceptance lengths over the watched requests, tenants weighted as in the test."""
     requests: int
-    steps: int
+    steps: float
     """Live steps watched."""
     evidence: float
     """How strongly the traffic as a whole speaks against the live version; its threshold is
@@ -111,7 +111,7 @@ class _Request:
     tenant: str
     weight: float
     tokens: int = 0
-    live_steps: int = 0
+    live_steps: float = 0.0
     predecessor_steps: float = 0.0
 
     def loss(self) -> float:
@@ -142,12 +142,12 @@ class Watch:
         self._reason = "watching"
 
     def observe(
-        self, tenant: str, request_id: str, tokens: int, live_steps: int, predecessor_steps: float
+        self, tenant: str, request_id: str, tokens: int, live_steps: float, predecessor_steps: float
     ) -> WatchResult:
         """Count a request, or a further span of one.
 
-        ``tokens`` were emitted in ``live_steps`` steps in which the live version drafted, and would
-        have been in ``predecessor_steps``. Only requests that the live version served from their
+        ``tokens`` take ``live_steps`` steps of the live version, and would have taken
+        ``predecessor_steps`` of the one before. Only requests that the live version served from their
         start on: before that it attends to its predecessor's KV.
         """
         if not 0 < live_steps <= tokens or not 0 < predecessor_steps <= tokens:
@@ -170,7 +170,7 @@ class Watch:
         )
 
     def _count(
-        self, tenant: str, request_id: str, tokens: int, live_steps: int, predecessor_steps: float
+        self, tenant: str, request_id: str, tokens: int, live_steps: float, predecessor_steps: float
     ) -> None:
         request = self._requests.get(request_id)
         if request is None:
@@ -237,7 +237,7 @@ class Watch:
         predecessor = tokens / sum(r.predecessor_steps for r in own)
         return f"{live:.3f} live, {predecessor:.3f} the version before, over {len(own)} of its requests"
 
-    def _steps(self) -> int:
+    def _steps(self) -> float:
         return sum(r.live_steps for r in self._requests.values())
 
     def state(self) -> dict[str, object]:
