@@ -41,18 +41,21 @@ def ensure_draft(
     versions = store.versions()
     if versions and live_file.exists() and draft in ("auto", "none"):
         return
+    measured: DraftManifest | None = None
     shipped = shipped_draft(target_id, method) if draft == "auto" else None
-    if shipped is not None:
-        drafter = DRAFTERS[method].load(shipped, target)
-        origin = "shipped"
-    elif draft in ("auto", "none"):
+    if shipped is None and draft in ("auto", "none"):
         drafter = DRAFTERS[method].build(target, vocab_size=draft_vocab)
         origin = "untrained"
     else:
-        folder = local_model(draft, home)
-        _refuse_other_target(folder, target_id)
+        folder = local_model(draft, home) if shipped is None else shipped
+        measured = _known_manifest(folder)
+        if measured is not None and measured.target_id != target_id:
+            raise ValueError(
+                f"{folder} is a draft for {measured.target_id}, not for {target_id}; "
+                "give the matching --target, or --draft none"
+            )
         drafter = DRAFTERS[method].load(folder, target)
-        origin = "given"
+        origin = "given" if shipped is None else "shipped"
     tensors, config = drafter.export(serving_dtype(target))
     check_finite(tensors)
     manifest = DraftManifest(
@@ -63,6 +66,10 @@ def ensure_draft(
         target_id=target_id,
         target_version=0,
         origin=origin,
+        tokens_seen=0 if measured is None else measured.tokens_seen,
+        heldout_tokens=0 if measured is None else measured.heldout_tokens,
+        heldout_length=None if measured is None else measured.heldout_length,
+        heldout_rates=() if measured is None else measured.heldout_rates,
     )
     version = _same_weights(store, versions, tensors, config, manifest)
     if version is not None and live_file.exists():
@@ -91,19 +98,15 @@ def _same_weights(store, versions, tensors, config, manifest) -> int | None:
     return None
 
 
-def _refuse_other_target(folder: Path, target_id: str) -> None:
+def _known_manifest(folder: Path) -> DraftManifest | None:
+    """Ours, if there is one: what was measured of the draft goes on with it."""
     path = folder / MANIFEST
     if not path.exists():
-        return
+        return None
     try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=DraftManifest)
+        return msgspec.json.decode(path.read_bytes(), type=DraftManifest)
     except msgspec.DecodeError:
-        return  # some other tool's manifest
-    if manifest.target_id != target_id:
-        raise ValueError(
-            f"{folder} is a draft for {manifest.target_id}, not for {target_id}; "
-            "give the matching --target, or --draft none"
-        )
+        return None  # some other tool's manifest
 
 
 def main() -> int:

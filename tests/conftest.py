@@ -93,7 +93,7 @@ def served(
 ) -> Iterator[Served]:
     """A float32 server of the embedded model. There is never more than one at a time.
 
-    ``eagle3`` has a random head that drafts in every step, so most drafts are rejected;
+    ``eagle3`` has a random head that drafts K tokens in every step, so most are rejected;
     ``draft_model`` drafts with the target's own first layers, cuts spans, and has little KV cache;
     ``learning`` has the learner of its own in place of the test's, and an untrained head; ``shipped``
     has its own learner too, is bfloat16, and begins with the shipped head.
@@ -125,6 +125,7 @@ def served(
             "--target", str(embedded_model),
             "--dtype", "float32",
             "--draft-method", method,
+            "--speculation", "fixed",
             "--draft", str(folder / "draft"),
             "--speculative-tokens", str(SPECULATIVE_TOKENS),
             "--max-model-len", "1024",

@@ -28,8 +28,8 @@ def learn_command(args: argparse.Namespace, recordings: Sequence[Path]) -> list[
         *words, "--out", str(args.out), "--home", str(args.work / "home-0"),
         "--target", args.target,
         "--draft-vocab", str(args.draft_vocab), "--batch-tokens", str(args.batch_tokens),
-        "--replay-ratio", str(args.passes), "--replay-gib", "16",
-        "--heldout-share", "0.08", "--seed", str(args.seed), "--nice", "0",
+        "--play-ratio", str(min(1.0, args.passes)), "--replay-ratio", str(args.passes),
+        "--replay-gib", "14", "--heldout-share", "0.03", "--seed", str(args.seed), "--nice", "0",
     ]  # fmt: skip
 
 
@@ -49,9 +49,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="that serve at a time, the cores divided among them (default here: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--tokens", type=int, default=250_000, help="answer tokens to learn from, of all servers"
+        "--tokens", type=int, default=1_100_000, help="answer tokens to learn from, of all servers"
     )
-    parser.add_argument("--passes", type=float, default=5.0, help="times each token is trained on")
+    parser.add_argument(
+        "--passes", type=float, default=1.6,
+        help="times each token is trained on; behind the first, the learning rate falls to nothing",
+    )  # fmt: skip
     parser.add_argument("--draft-vocab", type=int, default=8192)
     parser.add_argument("--batch-tokens", type=int, default=512)
     parser.add_argument("--concurrency", type=int, default=40, help="requests at a time, a server")

@@ -26,9 +26,6 @@ from clients.selfplay.traffic import Share
 RECORD_DEADLINE = 60.0
 """Seconds a recorder is given to end its file."""
 
-NEVER = "1000000"
-"""The probe interval: what is recorded is served without drafts, which is fastest in large batches."""
-
 MOST_SERVERS = 8
 """By default: each holds the target and a KV cache."""
 
@@ -98,7 +95,7 @@ class RecordedServer:
     def __init__(self, part: Part, target: str, concurrency: int) -> None:
         self.part = part
         flags = ["--target", target, "--learner", part.endpoint, "--draft", "none"]
-        flags += ["--probe-interval", NEVER, "--"]
+        flags += ["--"]
         # The engine's seed too: with one seed, equal requests would get equal answers everywhere.
         flags += ["--max-num-seqs", str(concurrency), "--seed", str(part.seed)]
         bound = ",".join(map(str, part.cores))

@@ -10,7 +10,7 @@ import os
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlcore.engine.options import EngineOptions
 from rlcore.errors import PacelineError
@@ -83,18 +83,25 @@ def engine_arguments(
     args.async_scheduling = False
     args.additional_config = {**(args.additional_config or {}), **options.to_config()}
     args.api_key = None  # our own guard covers every route
-    args.speculative_config = {
-        "method": settings.draft_method,
-        "model": str(draft),
-        "num_speculative_tokens": settings.speculative_tokens,
-        # Drafts are greedy: the pruned vocabulary's argmax is mapped, its logits are not scattered
-        # into the target's vocabulary first. Draft models have no pruned vocabulary.
-        "use_local_argmax_reduction": settings.draft_method == "eagle3",
-        # With any table by batch size vLLM is prepared for a K that changes. The scheduler sets it.
-        "num_speculative_tokens_per_batch_size": [[1, 1, settings.speculative_tokens]],
-    }
+    args.speculative_config = speculative_config(
+        settings.draft_method, draft, settings.speculative_tokens
+    )
     validate_parsed_serve_args(args)
     return args
+
+
+def speculative_config(method: str, draft: Path, most_drafts: int) -> dict[str, Any]:
+    """vLLM's, for a drafter that drafts up to ``most_drafts`` tokens, greedily."""
+    return {
+        "method": method,
+        "model": str(draft),
+        "num_speculative_tokens": most_drafts,
+        # The pruned vocabulary's argmax is mapped; its logits are not scattered into the target's
+        # vocabulary first. Draft models have no pruned vocabulary.
+        "use_local_argmax_reduction": method == "eagle3",
+        # With any table by batch size vLLM is prepared for a K that changes. The scheduler sets it.
+        "num_speculative_tokens_per_batch_size": [[1, 1, most_drafts]],
+    }
 
 
 def start_engine(args: Namespace) -> PacelineLLM:

@@ -1,15 +1,15 @@
 """vLLM's scheduler, asking the speculation control for K in every step. Given as ``scheduler_cls``.
 
 Read against vLLM 0.32.0. ``num_spec_tokens_to_schedule`` of step t's SchedulerOutput is what the
-drafter proposes at the end of step t and step t + 1 verifies. ``EngineCore.step`` calls ``schedule``,
-the worker, ``update_from_output`` and then ``update_draft_token_ids``; waiting for requests and RPCs
-(a swap) lie between steps. So a step is timed from ``schedule`` to ``update_draft_token_ids``, and what
-lies between that and the next ``schedule`` is not.
+drafter proposes at the end of step t and step t + 1 verifies. ``EngineCore`` calls ``schedule``, the
+worker, ``update_from_output`` and ``update_draft_token_ids``, and at once ``schedule`` again while there
+are requests. So a step is timed from one ``schedule`` to the next, unless nothing was left to do.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,9 +49,14 @@ class PacelineScheduler(Scheduler):
         self._control = DraftControl(self.num_spec_tokens, options.draft_rates)
         self._draft_version = options.draft_version
         self._step: _Step | None = None
+        self._timed: _Step | None = None
+        """The step before, if its duration says what such a step costs."""
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         started = time.perf_counter()
+        if self._timed is not None:
+            timed, self._timed = self._timed, None
+            self._control.observe_step(len(timed.decoding), timed.proposed, started - timed.started)
         output = super().schedule(throttle_prefills)
         self._step = None
         self._control.finished(output.finished_req_ids)
@@ -70,16 +75,15 @@ class PacelineScheduler(Scheduler):
                 drafts.get(request_id, ())
             ):
                 decoding.append(request_id)
-        # What is drafted now is verified by those that will still be there, prefilled by then.
-        proposed = (
-            self._control.choose(list(output.num_scheduled_tokens))
-            if self._adaptive
-            else self.num_spec_tokens
-        )
+        proposed = self.drafts_for(list(output.num_scheduled_tokens))
         pure = len(decoding) == len(output.num_scheduled_tokens) and all(
             len(drafts.get(request_id, ())) == proposed for request_id in decoding
         )
         return _Step(started, proposed, decoding, pure)
+
+    def drafts_for(self, requests: Sequence[str]) -> int:
+        """Drafts asked for at the end of a step of these requests, which the next one verifies."""
+        return self._control.choose(requests) if self._adaptive else self.num_spec_tokens
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -108,6 +112,5 @@ class PacelineScheduler(Scheduler):
                     limit = self._control.limit(request_id, len(drafts), len(step.decoding))
                     del drafts[limit:]
         super().update_draft_token_ids(draft_token_ids)
-        if step is not None and step.pure:
-            seconds = time.perf_counter() - step.started
-            self._control.observe_step(len(step.decoding), step.proposed, seconds)
+        if step is not None and step.pure and self.has_unfinished_requests():
+            self._timed = step

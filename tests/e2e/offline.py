@@ -4,6 +4,8 @@ As a script: ``python -m tests.e2e.offline JOB OUT``. As a module: ``run(job)`` 
 of its own. A job holds ``model``, ``worker``, ``draft`` (None: no speculation), ``method``, ``k`` and
 ``actions``, each a list of a name and its arguments:
 
+``scheduler`` (None: the product's) and ``worker`` are class paths.
+
 - ``generate``: requests (token ids and sampling parameters), and swaps by engine step. The engine
   core runs inside the driving process, so a swap lands between two chosen steps of running requests.
 - ``swap``: folder, version.
@@ -29,7 +31,7 @@ WORKER = "tests.e2e.faulty_worker.FaultyWorker"
 def job(model: Path, draft: Path | None, method: str, k: int, **more: Any) -> dict[str, Any]:
     return {
         "model": str(model), "draft": draft and str(draft), "method": method, "k": k,
-        "max_model_len": 256, "max_num_seqs": 64, "worker": WORKER, **more,
+        "max_model_len": 256, "max_num_seqs": 64, "worker": WORKER, "scheduler": None, **more,
     }  # fmt: skip
 
 
@@ -85,6 +87,7 @@ class Engine:
     def __init__(self, given: dict[str, Any]) -> None:
         from vllm import LLM
 
+        from rlcore.engine.launch import SCHEDULER_CLASS, speculative_config
         from rlcore.engine.options import EngineOptions
 
         options = EngineOptions(
@@ -94,15 +97,12 @@ class Engine:
         )  # fmt: skip
         speculative = None
         if given["draft"] is not None:
-            speculative = {
-                "method": given["method"],
-                "model": given["draft"],
-                "num_speculative_tokens": given["k"],
-            }
+            speculative = speculative_config(given["method"], Path(given["draft"]), given["k"])
         self.llm = LLM(
             model=given["model"], dtype="float32", enforce_eager=True, async_scheduling=False,
             max_model_len=given["max_model_len"], max_num_seqs=given["max_num_seqs"],
             skip_tokenizer_init=True, worker_cls=given["worker"], seed=0,
+            scheduler_cls=given["scheduler"] or SCHEDULER_CLASS,
             additional_config=options.to_config(), speculative_config=speculative,
         )  # fmt: skip
         self._requests = 0
@@ -145,7 +145,7 @@ class Engine:
         if sha256 is None:
             content = (Path(folder) / "model.safetensors").read_bytes()
             sha256 = hashlib.sha256(content).hexdigest()
-        return self.llm.collective_rpc("paceline_swap", args=(folder, sha256, version))[0]
+        return self.llm.collective_rpc("paceline_swap", args=(folder, sha256, version, []))[0]
 
     def rpc(self, method: str, args: list[Any]) -> Any:
         return self.llm.collective_rpc(method, args=tuple(args))[0]

@@ -11,6 +11,7 @@ from learner.drafters.eagle3 import Eagle3
 from learner.first_draft import ensure_draft
 from learner.target import Target
 from rlcore.home import Home
+from rlcore.records import DraftManifest
 from rlcore.weights import WeightStore
 from tests.learner.tiny import make_target
 
@@ -65,3 +66,32 @@ def test_another_given_draft_takes_over(tmp_path, target):
         ensure(store, target, str(folder))
         assert live(store) == seed - 1
         assert store.manifest(seed - 1).origin == "given"
+
+
+def test_what_was_measured_of_a_given_draft_goes_on_with_it(tmp_path, target):
+    store = WeightStore(tmp_path / "made")
+    tensors, config = Eagle3.build(target, vocab_size=40, seed=5).export(torch.float32)
+    measured = DraftManifest(
+        version=7, parent=6, method="eagle3", sha256="", target_id="t-1", target_version=0,
+        origin="learned", tokens_seen=900, heldout_tokens=500, heldout_length=1.7,
+        heldout_rates=(0.5, 0.4, 0.3),
+    )  # fmt: skip
+    store.publish(tensors, config, measured)
+    into = WeightStore(tmp_path / "store")
+    ensure(into, target, str(store.folder(7)))
+    found = into.manifest(0)
+    assert (found.origin, found.version, found.parent) == ("given", 0, None)
+    assert found.heldout_rates == (0.5, 0.4, 0.3)
+    assert (found.heldout_length, found.tokens_seen) == (1.7, 900)
+
+
+def test_a_draft_for_another_target_is_refused(tmp_path, target):
+    store = WeightStore(tmp_path / "made")
+    tensors, config = Eagle3.build(target, vocab_size=40, seed=5).export(torch.float32)
+    other = DraftManifest(
+        version=1, parent=None, method="eagle3", sha256="", target_id="t-2", target_version=0,
+        origin="learned",
+    )  # fmt: skip
+    store.publish(tensors, config, other)
+    with pytest.raises(ValueError, match="a draft for t-2, not for t-1"):
+        ensure(WeightStore(tmp_path / "store"), target, str(store.folder(1)))

@@ -37,9 +37,39 @@ CALLS = {
     "vllm.v1.worker.gpu_worker:Worker.load_model": ["self", "load_dummy_weights"],
     "vllm.v1.worker.gpu_worker:Worker.execute_model": ["self", "scheduler_output"],
     "vllm.v1.worker.gpu_worker:Worker.sample_tokens": ["self", "grammar_output"],
+    "vllm.v1.worker.gpu_worker:Worker.take_draft_token_ids": ["self"],
     "vllm.v1.worker.gpu_worker:Worker.shutdown": ["self"],
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model": ["self"],
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_draft_model": ["self"],
+    # scheduler.py
+    "vllm.v1.core.sched.scheduler:Scheduler.schedule": ["self", "throttle_prefills"],
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": [
+        "self", "scheduler_output", "model_runner_output",
+    ],
+    "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids": ["self", "draft_token_ids"],
+    "vllm.v1.core.sched.scheduler:Scheduler.has_unfinished_requests": ["self"],
+    # upkeep.py
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.propose": [
+        "self", "num_speculative_tokens", "target_token_ids", "target_positions",
+        "target_hidden_states", "next_token_ids", "token_indices_to_sample",
+        "common_attn_metadata", "sampling_metadata", "mm_embed_inputs", "num_rejected_tokens_gpu",
+        "slot_mappings",
+    ],
+    "vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM.combine_hidden_states": [
+        "self", "hidden_states",
+    ],
+    "vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM.embed_input_ids": [
+        "self", "input_ids", "multimodal_embeddings", "is_multimodal",
+    ],
+    "vllm.model_executor.models.llama_eagle3:LlamaDecoderLayer._norm_after_residual": [
+        "self", "hidden_states",
+    ],
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update": [
+        "self", "layer", "key", "value", "kv_cache", "slot_mapping",
+    ],
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.do_kv_cache_update": [
+        "self", "layer", "key", "value", "kv_cache", "slot_mapping",
+    ],
     # swap.py
     "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": ["model"],
     "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing": [
@@ -123,7 +153,8 @@ FIELDS = {
         "finished_req_ids", "num_spec_tokens_to_schedule",
     ],
     "vllm.v1.core.sched.output:GrammarOutput": ["structured_output_request_ids"],
-    "vllm.v1.outputs:ModelRunnerOutput": ["sampled_token_ids"],
+    "vllm.v1.outputs:ModelRunnerOutput": ["sampled_token_ids", "req_id_to_index"],
+    "vllm.v1.outputs:DraftTokenIds": ["req_ids", "draft_token_ids"],
     "vllm.v1.worker.gpu_model_runner:ExecuteModelState": [
         "scheduler_output", "logits", "spec_decode_metadata", "hidden_states", "aux_hidden_states",
     ],
@@ -132,9 +163,12 @@ FIELDS = {
         "prompt_token_ids", "sampling_params", "output_token_ids",
     ],
     "vllm.config:VllmConfig": ["additional_config", "speculative_config", "parallel_config"],
-    "vllm.config:SpeculativeConfig": ["draft_model_config", "num_speculative_tokens"],
-    "vllm.config:ParallelConfig": ["tensor_parallel_size"],
-    "vllm.config:SchedulerConfig": ["async_scheduling"],
+    "vllm.config:SpeculativeConfig": [
+        "draft_model_config", "num_speculative_tokens", "use_local_argmax_reduction",
+        "num_speculative_tokens_per_batch_size",
+    ],
+    "vllm.config:ParallelConfig": ["tensor_parallel_size", "data_parallel_size"],
+    "vllm.config:SchedulerConfig": ["async_scheduling", "scheduler_cls"],
     "vllm.config:ModelConfig": ["model", "hf_config"],
     "vllm.engine.arg_utils:AsyncEngineArgs": [
         "worker_cls", "async_scheduling", "additional_config", "speculative_config",
@@ -159,6 +193,20 @@ ATTRIBUTES = {
     "vllm.v1.worker.gpu_worker:Worker": ["use_v2_model_runner", "model_runner"],
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": [
         "requests", "input_batch", "execute_model_state", "_draft_probs", "_draft_prob_req_ids",
+        "drafter",
+    ],
+    "vllm.v1.core.sched.scheduler:Scheduler": ["vllm_config", "requests", "num_spec_tokens"],
+    "vllm.v1.request:Request": ["num_computed_tokens", "num_prompt_tokens", "max_tokens"],
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer": [
+        "method", "model", "num_speculative_tokens", "_last_draft_probs", "needs_extra_input_slots",
+        "uses_mrope",
+    ],
+    "vllm.model_executor.models.llama_eagle3:LlamaDecoderLayer": ["_residual_norm"],
+    "vllm.model_executor.models.llama:LlamaAttention": [
+        "qkv_proj", "q_size", "kv_size", "rotary_emb", "attn",
+    ],
+    "vllm.model_executor.layers.attention:Attention": [
+        "attn_backend", "impl", "kv_cache", "num_kv_heads", "head_size", "head_size_v",
     ],
     "vllm.v1.worker.gpu_input_batch:InputBatch": ["num_computed_tokens_cpu", "_req_ids"],
     "vllm.v1.engine.output_processor:OutputProcessor": [
@@ -187,6 +235,10 @@ def test_an_object_sets_the_attributes_that_are_read(path):
 
 def test_the_batch_names_its_requests_in_the_order_of_their_rows():
     assert isinstance(found("vllm.v1.worker.gpu_input_batch:InputBatch.req_ids"), property)
+
+
+def test_a_request_counts_its_output():
+    assert isinstance(found("vllm.v1.request:Request.num_output_tokens"), property)
 
 
 def test_the_cpu_worker_is_the_gpu_worker_and_builds_on_its_runner():
