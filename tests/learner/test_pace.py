@@ -46,7 +46,7 @@ def idle(start: Pace) -> int:
     """Judge without a gain until the learner stops; the tokens served by then."""
     served = 0
     while start.pacing(traffic(served)).train:
-        served += 5000
+        served += PLATEAU_TOKENS
         assert served < 500_000
         start.judged(NOTHING, traffic(served))
     return served
@@ -64,9 +64,9 @@ def test_a_promotion_keeps_the_learning_rate_and_a_plateau_halves_it():
     for number in range(1, 10):
         pace.judged(gains(0.1), traffic(5000 * number))
     assert pace.pacing(traffic(50_000)).lr_scale == 1.0
-    for number in range(PATIENCE):
+    for number in range(1, PATIENCE + 1):
         assert pace.pacing(traffic(50_000)).lr_scale == 1.0
-        pace.judged(NOTHING, traffic(50_000 + 5000 * number))
+        pace.judged(NOTHING, traffic(50_000 + PLATEAU_TOKENS * number))
     assert pace.pacing(traffic(60_000)).lr_scale == 0.5
 
 
@@ -84,7 +84,7 @@ def test_at_the_floor_without_a_gain_the_learner_idles_until_there_is_much_new_t
     pace = Pace(trained=True)
     served = idle(pace)
     halvings = math.ceil(math.log2(TRAINED_LR / LR_FLOOR))
-    assert served == 5000 * (PATIENCE * halvings + IDLE_JUDGEMENTS)
+    assert served == PLATEAU_TOKENS * (PATIENCE * halvings + IDLE_JUDGEMENTS)
     almost = traffic(int(WAKE_FACTOR * served) - 100)
     assert not pace.pacing(almost).train
     assert pace.pacing(almost).reason.startswith("idle")
