@@ -43,9 +43,7 @@ class Trial:
         watch, before = self._watch, self._before
         if watch is None or before is None:
             return
-        pair = shadow(
-            self._live.drafter, before.drafter, span, self._live.version, self._steps
-        )
+        pair = shadow(self._live.drafter, before.drafter, span, self._live.version, self._steps)
         if pair is None:
             return
         result = watch.observe(span.tenant, span.request_id, pair.tokens, pair.live, pair.other)

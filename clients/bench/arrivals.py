@@ -1,4 +1,4 @@
-"""One block's requests to one server: so many at a time, or at times of their own (Poisson)."""
+"""One block's requests to one server: so many at a time, or at times of their own (Poisson, bursts)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 from openai import AsyncOpenAI
 
@@ -18,6 +19,23 @@ def arrival_times(count: int, rate: float, seed: int, block: int) -> list[float]
     waits = np.random.default_rng([seed, block]).exponential(1 / rate, count)
     waits[0] = 0.0
     return [float(t) for t in np.cumsum(waits)]
+
+
+class Burst(msgspec.Struct, frozen=True):
+    """``count`` requests at once, again and again."""
+
+    count: int
+    every_s: float
+
+
+def with_bursts(times: Sequence[float], burst: Burst) -> list[float]:
+    """The same number of arrivals: those given, bursts among them, as far as they then reach.
+
+    The first burst comes ``every_s`` after the begin.
+    """
+    bursts = int(times[-1] / burst.every_s)
+    added = [burst.every_s * (i + 1) for i in range(bursts) for _ in range(burst.count)]
+    return sorted([*times, *added])[: len(times)]
 
 
 async def send_block(

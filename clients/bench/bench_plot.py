@@ -14,17 +14,10 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from clients.bench.figures import Parts, length, throughput
-from clients.bench.plot_style import GREY, INK, clean, label_versions
+from clients.bench.plot_style import COLOURS, GREY, INK, RED, clean, label_versions
 from clients.bench.samples import Change, Sample
 
-SHADE, RED = "#f1f3f8", "#c0352b"
-COLOURS = {
-    "none": "#8a8f99",
-    "ngram": "#b07a16",
-    "suffix": "#8a4fa3",
-    "frozen": "#12826e",
-    "online": "#2457c5",
-}
+SHADE = "#f1f3f8"
 SMOOTHED = 3
 """Blocks pooled in a point of a line; the blocks themselves are dots."""
 

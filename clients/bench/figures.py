@@ -93,7 +93,7 @@ def all_steps(sample: Sample) -> tuple[float, float]:
 
 def pooled(samples: Sequence[Sample], parts: Parts, seed: int = 0) -> Interval | None:
     """Sum over sum; None when there is nothing to divide by."""
-    return _interval(_table(samples, parts), lambda sums: sums[..., 0] / sums[..., 1], seed)
+    return _interval(_table(samples, parts), lambda sums: sums[..., 0] / sums[..., 1], [1], seed)
 
 
 def paired(
@@ -106,7 +106,12 @@ def paired(
     table = np.hstack(
         [_table([ours[b] for b in both], parts), _table([theirs[b] for b in both], parts)]
     )
-    return _interval(table, lambda s: (s[..., 0] / s[..., 1]) / (s[..., 2] / s[..., 3]), seed)
+    return _interval(
+        table,
+        lambda s: (s[..., 0] / s[..., 1]) / (s[..., 2] / s[..., 3]),
+        [0, 1, 2, 3],
+        seed,
+    )
 
 
 def _table(samples: Sequence[Sample], parts: Parts) -> np.ndarray:
@@ -114,19 +119,25 @@ def _table(samples: Sequence[Sample], parts: Parts) -> np.ndarray:
 
 
 def _interval(
-    table: np.ndarray, figure: Callable[[np.ndarray], np.ndarray], seed: int
+    table: np.ndarray,
+    figure: Callable[[np.ndarray], np.ndarray],
+    needed: Sequence[int],
+    seed: int,
 ) -> Interval | None:
-    """The figure of the columns' sums, and its spread when rows are drawn with replacement."""
+    """The figure of the columns' sums, and its spread when rows are drawn with replacement.
+
+    None when the sum of a ``needed`` column is zero.
+    """
     blocks = len(table)
     sums = table.sum(axis=0)
-    if blocks == 0 or not sums.all():
+    if blocks == 0 or not sums[needed].all():
         return None
     value = float(figure(sums))
     if blocks == 1:
         return Interval(value, None, None, 1)
     drawn = np.random.default_rng(seed).integers(0, blocks, (RESAMPLES, blocks))
     totals = table[drawn].sum(axis=1)
-    usable = totals[totals.all(axis=1)]  # a draw in which no block drafted has no length
+    usable = totals[totals[:, needed].all(axis=1)]  # a draw in which no block drafted has no length
     low, high = (float(q) for q in np.percentile(figure(usable), BOUNDS))
     return Interval(value, low, high, blocks)
 

@@ -30,14 +30,24 @@ class Block(msgspec.Struct, frozen=True):
     """Part of the window at the end of its phase, which all modes get and figures come from."""
     modes: tuple[str, ...]
     prompts: tuple[Prompt, ...]
+    concurrency: int
+    """Requests under way at a time, where they have no arrival times of their own."""
 
 
 def plan(
-    phases: Sequence[Phase], modes: Sequence[str], *, size: int, measure: int, every: int
+    phases: Sequence[Phase],
+    modes: Sequence[str],
+    *,
+    size: int,
+    measure: int,
+    every: int,
+    concurrency: int,
+    alone_concurrency: int | None = None,
 ) -> list[Block]:
     """Blocks of ``size`` prompts; the last ``measure`` prompts of a phase are its measured window.
 
-    Before the window, modes other than online get one block in ``every``, none if that is 0.
+    Before the window, modes other than online get one block in ``every``, none if that is 0. Blocks
+    that online gets alone are sent at ``alone_concurrency``, by default the same as the others.
     Raises BenchError when a phase has too few prompts.
     """
     blocks: list[Block] = []
@@ -54,8 +64,9 @@ def plan(
             everyone = measured or (every > 0 and position % every == 0)
             takers = order(modes, shared) if everyone else tuple(m for m in modes if m == ONLINE)
             shared += everyone
+            width = concurrency if everyone else alone_concurrency or concurrency
             if takers:
-                blocks.append(Block(len(blocks), phase.name, measured, takers, prompts))
+                blocks.append(Block(len(blocks), phase.name, measured, takers, prompts, width))
     return blocks
 
 

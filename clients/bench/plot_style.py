@@ -7,7 +7,16 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
-INK, GREY = "#22262e", "#b9bec8"
+INK, GREY, RED = "#22262e", "#b9bec8", "#c0352b"
+COLOURS = {
+    "none": "#8a8f99",
+    "ngram": "#b07a16",
+    "suffix": "#8a4fa3",
+    "frozen": "#12826e",
+    "online": "#2457c5",
+}
+"""By mode."""
+
 MOST_LABELS = 12
 """More version labels than this would run into each other."""
 

@@ -10,7 +10,8 @@ Fields of the JSON. Times are seconds since the first request of the run; an int
 ``modes``               by mode: what it is, command, flags and environment of its server, seconds to start
 ``skipped``             modes asked for that could not be run, and why
 ``phases``              name, files and prompt ids, in the order sent; no prompt stands in it twice
-``blocks``              number, phase, measured or not, the modes in their order, how many prompts
+``blocks``              number, phase, measured or not, the modes in their order, concurrency, how many
+                        prompts
 ``figures``             by phase and mode, measured windows only: ``clients.bench.figures.ModeFigures``
 ``ratios``              by phase, mode over base, the same windows: ``clients.bench.figures.Ratio``
 ``reached``             after how many tokens online was at ``--goal`` times the base: ``Reached``
@@ -28,8 +29,7 @@ Fields of the JSON. Times are seconds since the first request of the run; an int
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -44,16 +44,12 @@ from clients.bench.figures import (
     ratio,
     reached,
 )
-from clients.bench.modes import MODES, environment_of
 from clients.bench.phases import Phase
-from clients.bench.plan import ONLINE, Block
-from clients.bench.runner import BlockRecords, Runner
+from clients.bench.plan import ONLINE
+from clients.bench.run_json import run_json
+from clients.bench.runner import BlockRecords
 from clients.bench.samples import Change, Reading, Sample, changes_of
-from clients.load import RequestRecord
-from clients.process import ServerProcess
-
-BULKY = ("chunk_times", "token_ids", "text")
-"""Of a record, left out of the JSON."""
+from clients.bench.session import Session
 
 
 class Results(msgspec.Struct, kw_only=True):
@@ -112,64 +108,16 @@ def equal_answers(
 
 
 def as_json(
-    args: argparse.Namespace,
-    facts: dict[str, Any],
-    servers: Mapping[str, ServerProcess],
-    skipped: Sequence[str],
-    phases: Sequence[Phase],
-    blocks: Sequence[Block],
-    results: Results,
-    runner: Runner,
+    args: argparse.Namespace, session: Session, phases: Sequence[Phase], results: Results
 ) -> dict[str, Any]:
     return {
         "benchmark": "bench",
-        "machine": facts,
-        "load_average_after": os.getloadavg(),
-        "options": vars(args),
-        "modes": {
-            mode: {
-                "what": MODES[mode],
-                "command": server.command(),
-                "environment": environment_of(server),
-                "start_seconds": server.start_seconds,
-            }
-            for mode, server in servers.items()
-        },
-        "skipped": skipped,
+        **run_json(args, session),
         "phases": [
             {"name": p.name, "files": p.files, "prompts": [q.id for q in p.prompts]} for p in phases
         ],
-        "blocks": [
-            {
-                "number": b.number,
-                "phase": b.phase,
-                "measured": b.measured,
-                "modes": b.modes,
-                "prompts": len(b.prompts),
-            }
-            for b in blocks
-        ],
         **msgspec.structs.asdict(results),
-        "samples": [
-            {
-                **msgspec.to_builtins(s),
-                "tokens_per_second": s.tokens_per_second,
-                "acceptance_length": s.acceptance_length,
-                "tokens_per_step": s.tokens_per_step,
-            }
-            for s in runner.samples
-        ],
-        "readings": runner.readings,
-        "records": [
-            {"block": part.block, "mode": part.mode, **_slim(record)}
-            for part in runner.records
-            for record in part.records
-        ],
     }
-
-
-def _slim(record: RequestRecord) -> dict[str, Any]:
-    return {k: v for k, v in msgspec.to_builtins(record).items() if k not in BULKY}
 
 
 def print_results(args: argparse.Namespace, results: Results, skipped: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ import httpx
 import msgspec
 import psutil
 
-from clients.bench.arrivals import arrival_times, send_block
+from clients.bench.arrivals import arrival_times, send_block, with_bursts
 from clients.bench.common import BenchError
 from clients.bench.plain_vllm import SpeculationCounter
 from clients.bench.plan import ONLINE, OURS, Block
@@ -135,10 +135,12 @@ class Runner:
         arrivals = None
         if args.rate is not None:
             arrivals = arrival_times(len(block.prompts), args.rate, args.seed, block.number)
+            if args.burst is not None:
+                arrivals = with_bursts(arrivals, args.burst)
         async with make_client(server.openai_url) as client:
             options = LoadOptions(
                 model=await served_model(client),
-                concurrency=args.concurrency,
+                concurrency=block.concurrency,
                 max_tokens=args.max_tokens,
                 temperature=args.temperature,
                 top_p=args.top_p,

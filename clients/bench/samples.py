@@ -21,6 +21,7 @@ class Sample(msgspec.Struct, kw_only=True):
     measured: bool
     """In the window at the end of its phase; quoted figures come from these samples."""
     mode: str
+    concurrency: int
     started: float
     ended: float
     requests: int
@@ -37,6 +38,8 @@ class Sample(msgspec.Struct, kw_only=True):
     """Tokens of those steps, bonus tokens included."""
     plain_steps: int
     """Decode steps without a draft."""
+    drafted: int | None
+    """Drafts verified in all steps; None where plain vLLM drafted: its count of them is not read."""
     lead_tokens: int
     """Tokens that online, or else the last mode, had served when the sample ended."""
     others_cpu_share: float
@@ -98,6 +101,7 @@ def make_sample(
         phase=block.phase,
         measured=block.measured,
         mode=mode,
+        concurrency=block.concurrency,
         started=started,
         ended=ended,
         requests=len(records),
@@ -109,6 +113,7 @@ def make_sample(
         steps=count.steps,
         emitted=count.emitted,
         plain_steps=count.plain_steps,
+        drafted=None if count.steps and not count.drafted else sum(count.drafted),
         lead_tokens=lead_tokens,
         others_cpu_share=others_cpu_share,
     )

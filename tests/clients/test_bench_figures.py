@@ -36,6 +36,7 @@ def sample(mode: str, block: int, tokens: int, seconds: float, **values: object)
     fields: dict[str, object] = {
         "phase": "A",
         "measured": True,
+        "concurrency": 1,
         "started": 0.0,
         "ended": seconds,
         "requests": 2,
@@ -45,6 +46,7 @@ def sample(mode: str, block: int, tokens: int, seconds: float, **values: object)
         "steps": tokens // 2,
         "emitted": tokens,
         "plain_steps": 0,
+        "drafted": 3 * (tokens // 2),
         "lead_tokens": 100 * (block + 1),
         "others_cpu_share": 0.0,
     }
@@ -169,8 +171,8 @@ def record(prompt: str, tokens: list[list[int]], **values: object) -> RequestRec
 
 
 def test_a_sample_counts_failed_requests_but_not_their_tokens() -> None:
-    block = Block(4, "A", True, ("online",), ())
-    count = AcceptanceCount(-1, steps=2, plain_steps=1, emitted=5)
+    block = Block(4, "A", True, ("online",), (), 8)
+    count = AcceptanceCount(-1, steps=2, plain_steps=1, emitted=5, drafted=[2, 1])
     records = [
         record("a", [[1, 2], [3]]),
         record("b", [[1]], started=2.0, ended=7.0, error="gone"),
@@ -179,6 +181,7 @@ def test_a_sample_counts_failed_requests_but_not_their_tokens() -> None:
     made = make_sample(block, "online", records, count, lead_tokens=9, others_cpu_share=0.25)
     assert (made.requests, made.failed, made.output_tokens) == (3, 1, 10)
     assert (made.seconds, made.request_seconds) == (6.0, 4.5)
+    assert (made.concurrency, made.drafted) == (8, 3)
     assert made.acceptance_length == 2.5
     assert made.tokens_per_step == 2.0
     assert made.tokens_per_second == pytest.approx(10 / 6)

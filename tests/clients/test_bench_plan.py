@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clients.bench.arrivals import arrival_times
+from clients.bench.arrivals import Burst, arrival_times, with_bursts
 from clients.bench.common import BenchError
 from clients.bench.phases import Phase, PhaseSpec, deal, load_phases, parse_phases
 from clients.bench.plan import order, plan
@@ -111,9 +111,9 @@ def test_online_gets_every_prompt_once_and_all_modes_the_measured_ones(
     phases = [phase(f"p{i}", count) for i, count in enumerate(counts)]
     if min(counts) < measure:
         with pytest.raises(BenchError, match="fewer than --measure"):
-            plan(phases, MODES, size=size, measure=measure, every=every)
+            plan(phases, MODES, size=size, measure=measure, every=every, concurrency=1)
         return
-    blocks = plan(phases, MODES, size=size, measure=measure, every=every)
+    blocks = plan(phases, MODES, size=size, measure=measure, every=every, concurrency=1)
     online = [p.id for b in blocks if "online" in b.modes for p in b.prompts]
     assert online == [p.id for each in phases for p in each.prompts]
     for each in phases:
@@ -126,15 +126,23 @@ def test_online_gets_every_prompt_once_and_all_modes_the_measured_ones(
 
 
 def test_baselines_get_one_block_in_so_many_before_the_window() -> None:
-    blocks = plan([phase("p", 26)], MODES, size=2, measure=6, every=4)
+    blocks = plan([phase("p", 26)], MODES, size=2, measure=6, every=4, concurrency=1)
     assert [len(b.modes) for b in blocks] == [3, 1, 1, 1, 3, 1, 1, 1, 3, 1, 3, 3, 3]
     assert [b.measured for b in blocks] == [False] * 10 + [True] * 3
-    none = plan([phase("p", 26)], MODES, size=2, measure=6, every=0)
+    none = plan([phase("p", 26)], MODES, size=2, measure=6, every=0, concurrency=1)
     assert [len(b.modes) for b in none] == [1] * 10 + [3] * 3
 
 
+def test_only_what_no_other_mode_gets_is_sent_at_another_concurrency() -> None:
+    blocks = plan(
+        [phase("p", 26)], MODES, size=2, measure=6, every=4, concurrency=1, alone_concurrency=5
+    )
+    assert [b.concurrency for b in blocks] == [5 if len(b.modes) == 1 else 1 for b in blocks]
+    assert {b.concurrency for b in blocks} == {1, 5}
+
+
 def test_without_online_nothing_is_sent_that_no_mode_gets() -> None:
-    blocks = plan([phase("p", 10)], ("none", "ngram"), size=2, measure=2, every=2)
+    blocks = plan([phase("p", 10)], ("none", "ngram"), size=2, measure=2, every=2, concurrency=1)
     assert [b.prompts[0].id for b in blocks] == ["p0", "p4", "p8"]
 
 
@@ -159,3 +167,23 @@ def test_arrivals_are_poisson_and_the_same_on_every_server() -> None:
     spread = (sum((g - mean) ** 2 for g in gaps) / len(gaps)) ** 0.5
     assert mean == pytest.approx(0.5, rel=0.05)
     assert spread == pytest.approx(mean, rel=0.1)  # as only an exponential has it
+
+
+@given(
+    st.lists(st.floats(0, 5), min_size=1, max_size=40).map(sorted),
+    st.integers(1, 5),
+    st.floats(0.1, 20),
+)
+def test_bursts_are_added_to_the_arrivals_and_move_none(
+    times: list[float], count: int, every_s: float
+) -> None:
+    found = with_bursts(times, Burst(count, every_s))
+    assert len(found) == len(times)
+    assert found == sorted(found)
+    alone = Counter(times)
+    end = found[-1]
+    bursts = {every_s * (i + 1) for i in range(int(end / every_s) + 1)}
+    for at, seen in Counter(found).items():
+        if at < end:  # the last may be cut short
+            assert seen == alone[at] + count * (at in bursts)
+    assert {at for at in bursts if at < end} <= set(found)

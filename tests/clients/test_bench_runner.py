@@ -15,16 +15,16 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
-from clients.bench.command import main, parse
+from clients.bench.arrivals import Burst, arrival_times, with_bursts
+from clients.bench.command import parse
 from clients.bench.common import BenchError
-from clients.bench.modes import check_draft, chosen_modes, make_server
 from clients.bench.plan import Block, plan
 from clients.bench.runner import Runner
 from clients.bench.samples import Sample
-from clients.process import ServerFailed, ServerProcess
+from clients.process import ServerFailed
 from clients.workload import Prompt
-from tests.clients.stub import Stub, running
-from tests.clients.test_bench_plan import phase, write
+from tests.clients.stub import COUNT, Stub, running
+from tests.clients.test_bench_plan import phase
 
 
 class FakeServer(Stub):
@@ -130,7 +130,15 @@ def blocks_of(count: int = 6, measure: int = 2, **given: Any) -> list[Block]:
     texts = [Prompt(f"p{i}", (f"go {'w ' * 3}{i}",)) for i in range(count)]
     made = phase("A", count)
     made = type(made)(made.name, (), tuple(texts))
-    return plan([made], ["none", "frozen", "online"], size=2, measure=measure, every=2, **given)
+    return plan(
+        [made],
+        ["none", "frozen", "online"],
+        size=2,
+        measure=measure,
+        every=2,
+        concurrency=1,
+        **given,
+    )
 
 
 def test_every_server_gets_the_planned_prompts_once(
@@ -195,10 +203,10 @@ def test_swaps_are_seen_while_online_serves(
 def test_a_failed_request_is_counted_and_a_dead_server_ends_the_run(
     servers: dict[str, FakeServer], learner: psutil.Process
 ) -> None:
-    mixed = Block(0, "A", True, ("none",), (Prompt("a", ("go on",)), Prompt("b", ("refuse",))))
+    mixed = Block(0, "A", True, ("none",), (Prompt("a", ("go on",)), Prompt("b", ("refuse",))), 1)
     runner, _ = run(servers, [mixed], learner)
     assert (runner.samples[0].failed, runner.samples[0].requests) == (1, 2)
-    refused = Block(0, "A", True, ("none",), (Prompt("b", ("refuse",)),))
+    refused = Block(0, "A", True, ("none",), (Prompt("b", ("refuse",)),), 1)
     with pytest.raises(BenchError, match="no request of a block was served by none"):
         run(servers, [refused], learner)
     servers["none"].alive = False
@@ -207,10 +215,34 @@ def test_a_failed_request_is_counted_and_a_dead_server_ends_the_run(
     assert learner.status() != psutil.STATUS_STOPPED
 
 
+def test_a_block_is_sent_at_its_own_concurrency(
+    servers: dict[str, FakeServer], learner: psutil.Process
+) -> None:
+    frozen = servers["frozen"]
+    for number, level in enumerate((3, 1)):
+        frozen.most_running = 0
+        prompts = tuple(phase("pause w w w", 6).prompts)
+        block = Block(number, "A", True, ("frozen",), prompts, level)
+        runner, _ = run(servers, [block], learner)
+        assert frozen.most_running == level
+        (sample,) = runner.samples
+        assert (sample.concurrency, sample.drafted) == (level, 6 * sum(COUNT["drafted"]))
+
+
+def test_bursts_come_at_once_between_other_arrivals(
+    servers: dict[str, FakeServer], learner: psutil.Process
+) -> None:
+    block = Block(0, "A", True, ("none",), tuple(phase("go", 9).prompts), 1)
+    runner, _ = run(servers, [block], learner, rate=10.0, burst=Burst(4, 0.3))
+    starts = sorted(r.started for r in runner.records[0].records)
+    wanted = with_bursts(arrival_times(9, 10.0, 0, 0), Burst(4, 0.3))
+    assert [at - starts[0] for at in starts] == pytest.approx(wanted, abs=0.15)
+
+
 def test_requests_arrive_at_their_times(
     servers: dict[str, FakeServer], learner: psutil.Process
 ) -> None:
-    block = Block(0, "A", True, ("none", "frozen"), tuple(phase("go", 8).prompts))
+    block = Block(0, "A", True, ("none", "frozen"), tuple(phase("go", 8).prompts), 1)
     runner, _ = run(servers, [block], learner, rate=20.0)
     starts = {
         part.mode: sorted(r.started - part.records[0].started for r in part.records)
@@ -218,92 +250,3 @@ def test_requests_arrive_at_their_times(
     }
     assert starts["none"] == pytest.approx(starts["frozen"], abs=0.15)
     assert 0.1 < starts["none"][-1] - starts["none"][0] < 3
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--modes", "none,fast"], "there are none, ngram, suffix, frozen, online"),
-        (["--modes", "none,none"], "twice"),
-        (["--modes", "none,frozen"], "needs --draft FOLDER"),
-        (["--modes", "online", "--draft", "nowhere"], "no safetensors"),
-        (["--modes", "none", "--measure", "9"], "fewer than --measure 9"),
-        (["--modes", "none", "--target", "nowhere"], "give 'embedded' or a Hugging Face"),
-    ],
-)
-def test_a_mistake_is_one_line_before_anything_starts(
-    tmp_path: Any, capsys: pytest.CaptureFixture[str], words: list[str], said: str
-) -> None:
-    file = write(tmp_path / "a.jsonl", *(f"prompt {i}" for i in range(8)))
-    assert main(["--phase", str(file), "--measure", "4", *words]) == 2
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("paceline: ")
-    assert said in error
-    assert len(error.splitlines()) == 1
-
-
-@pytest.mark.parametrize("words", [["--concurrency", "0"], ["--rate", "-1"], ["--measure", "0"]])
-def test_impossible_numbers_are_refused(words: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["--phase", "a.jsonl", *words])
-
-
-def test_a_home_with_earlier_traffic_is_refused(tmp_path: Any) -> None:
-    (tmp_path / "drafts").mkdir()
-    with pytest.raises(SystemExit):
-        parse(["--phase", "a.jsonl", "--home", str(tmp_path)])
-
-
-def test_suffix_without_its_package_is_left_out_with_a_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("clients.bench.modes.find_spec", lambda name: None)
-    names, skipped = chosen_modes("none,suffix,online")
-    assert names == ["none", "online"]
-    assert len(skipped) == 1
-    assert "arctic-inference" in skipped[0]
-    with pytest.raises(BenchError, match="arctic-inference"):
-        chosen_modes("suffix")
-
-
-def test_all_servers_get_the_same_engine_flags(tmp_path: Any) -> None:
-    words = [
-        "--phase",
-        "a.jsonl",
-        "--draft",
-        "d",
-        "--",
-        "--learning.seed",
-        "3",
-        "--",
-        "--max-model-len",
-        "512",
-    ]
-    args = parse(words)
-    made = {
-        mode: make_server(mode, args, tmp_path / mode, tmp_path / "target")
-        for mode in ("none", "ngram", "suffix", "frozen", "online")
-    }
-    for server in made.values():
-        flags = server.flags
-        assert flags[flags.index("--kv-cache-memory-bytes") + 1] == str(2**29)
-        assert flags[flags.index("--max-num-seqs") + 1] == "32"
-        assert flags[flags.index("--max-model-len") + 1] == "512"
-        assert str(tmp_path / "target") in flags
-    for mode, learner in (("frozen", "off"), ("online", "local")):
-        flags = made[mode].flags
-        ours, engine = flags[: flags.index("--")], flags[flags.index("--") + 1 :]
-        assert ours[ours.index("--learner") + 1] == learner
-        assert ours[-2:] == ["--learning.seed", "3"]
-        assert "--max-model-len" in engine
-    assert "--speculative-config" not in made["none"].flags
-    assert '"ngram"' in made["ngram"].flags[-1]
-    assert '"suffix"' in made["suffix"].flags[-1]
-    assert "--home" not in made["none"].command()
-    assert isinstance(made["none"], ServerProcess)
-
-
-def test_an_untrained_draft_is_no_frozen_one(tmp_path: Any) -> None:
-    check_draft("none", ["none", "online"])
-    (tmp_path / "model.safetensors").touch()
-    check_draft(str(tmp_path), ["frozen"])
