@@ -74,6 +74,8 @@ def last_line(text: str) -> str:
 def check_draft(draft: str, modes: Sequence[str]) -> None:
     """A draft that does not exist would be found out only after all other servers are up."""
     folder = Path(draft).expanduser()
+    if draft == "auto":
+        return
     if draft == "none":
         if "frozen" in modes:
             raise BenchError(

@@ -23,7 +23,13 @@ def make_parser(prog: str, doc: str | None, report: str) -> argparse.ArgumentPar
     )
     add = parser.add_argument
     add("--modes", default="none,frozen,online", metavar="MODE,...", help="default: %(default)s")
-    add("--draft", default="none", metavar="FOLDER", help="drafter of frozen and online")
+    add(
+        "--draft",
+        default="auto",
+        metavar="FOLDER",
+        help="drafter of frozen and online: 'auto' (default), the one that comes with the package, or "
+        "a folder",
+    )
     add("--target", default="embedded", help="'embedded' (default) or a model folder")
     add("--max-tokens", type=int, default=128, metavar="N", help="per request (default: 128)")
     add("--temperature", type=float, default=0.0, help="default: 0, greedy")

@@ -132,6 +132,7 @@ def windows(records: Sequence[Record], ends: Sequence[float]) -> dict[str, dict[
 
 def arguments() -> argparse.ArgumentParser:
     parser = common.make_parser("poison", __doc__, max_tokens=96)
+    parser.set_defaults(draft="auto")
     parser.add_argument(
         "--home", type=Path, help="an empty or new folder (default: a temporary one)"
     )

@@ -18,7 +18,7 @@ from tests.clients.test_bench_plan import write
     [
         (["--modes", "none,fast"], "there are none, ngram, suffix, frozen, online"),
         (["--modes", "none,none"], "twice"),
-        (["--modes", "none,frozen"], "needs --draft FOLDER"),
+        (["--modes", "none,frozen", "--draft", "none"], "needs --draft FOLDER"),
         (["--modes", "online", "--draft", "nowhere"], "no safetensors"),
         (["--modes", "none", "--measure", "9"], "fewer than --measure 9"),
         (["--modes", "none", "--target", "nowhere"], "give 'embedded' or a Hugging Face"),
