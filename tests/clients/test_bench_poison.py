@@ -75,7 +75,7 @@ def test_nonsense_never_repeats_and_is_the_same_for_a_seed() -> None:
 
 def test_only_the_middle_window_is_poisoned_and_honest_tenants_send_in_all() -> None:
     files = [Path("a/chat.jsonl"), Path("b/chat.jsonl")]
-    options = ["--before", "0.01", "--during", "0.01", "--after", "0.01", "--top-p", "0.9"]
+    options = ["--before", "0.03", "--during", "0.03", "--after", "0.03", "--top-p", "0.9"]
     args = parse(["--workload", *map(str, files), *options])
     traffic = {
         spec.name: [Prompt(f"{spec.name}-{i}", (f"fine {spec.name} {i}",)) for i in range(1000)]
@@ -86,9 +86,9 @@ def test_only_the_middle_window_is_poisoned_and_honest_tenants_send_in_all() -> 
     assert {h["x-paceline-tenant"] for h in stub.headers} == {"chat", "chat-2", POISON}
     assert {body["top_p"] for body in stub.bodies} == {0.9}
     assert {result.ended_by for result in results.values()} == {"time"}
-    assert all(0.6 <= r.started < 1.2 for r in results[POISON].records)
+    assert all(1.8 <= r.started < 3.6 for r in results[POISON].records)
     for name in traffic:
-        assert all(w["requests"] for w in windows(results[name].records, [0.6, 1.2, 1.8]).values())
+        assert all(w["requests"] for w in windows(results[name].records, [1.8, 3.6, 5.4]).values())
     assert polls
 
 
