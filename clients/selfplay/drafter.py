@@ -28,8 +28,9 @@ def learn_command(args: argparse.Namespace, recordings: Sequence[Path]) -> list[
         *words, "--out", str(args.out), "--home", str(args.work / "home-0"),
         "--target", args.target,
         "--draft-vocab", str(args.draft_vocab), "--batch-tokens", str(args.batch_tokens),
-        "--play-ratio", str(min(1.0, args.passes)), "--replay-ratio", str(args.passes),
-        "--replay-gib", "14", "--heldout-share", "0.03", "--seed", str(args.seed), "--nice", "0",
+        "--play-ratio", str(args.passes / 2), "--replay-ratio", str(args.passes),
+        "--replay-gib", "14", "--heldout-share", "0.03", "--publish-interval-s", "240",
+        "--seed", str(args.seed), "--nice", "0",
     ]  # fmt: skip
 
 
@@ -52,8 +53,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--tokens", type=int, default=1_100_000, help="answer tokens to learn from, of all servers"
     )
     parser.add_argument(
-        "--passes", type=float, default=1.6,
-        help="times each token is trained on; behind the first, the learning rate falls to nothing",
+        "--passes", type=float, default=1.0,
+        help="times each token is trained on; in the second half the learning rate falls to nothing",
     )  # fmt: skip
     parser.add_argument("--draft-vocab", type=int, default=8192)
     parser.add_argument("--batch-tokens", type=int, default=512)

@@ -38,6 +38,9 @@ def prepare_environment(settings: ServeSettings) -> None:
     os.environ.setdefault(
         "VLLM_LOGGING_LEVEL", "DEBUG" if settings.log_level == "DEBUG" else "ERROR"
     )
+    # What a step frees is kept for the next one and not given back to the system (glibc's mallopt).
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 * 2**20))
+    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**30))
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if openmp.exists() and "libiomp5" not in os.environ.get("LD_PRELOAD", ""):
         os.environ["LD_PRELOAD"] = ":".join(
@@ -78,6 +81,12 @@ def engine_arguments(
     )
     if args.kv_cache_memory_bytes is None and current_platform.is_cpu():
         args.kv_cache_memory_bytes = int((settings.kv_cache_gib or DEFAULT_KV_GIB) * 2**30)
+    if current_platform.is_cpu() and args.distributed_executor_backend is None:
+        from rlcore.engine import executor
+
+        if executor.fits(args.tensor_parallel_size * args.pipeline_parallel_size):
+            executor.prepare()
+            args.distributed_executor_backend = executor.InlineExecutor
     args.worker_cls = WORKER_CLASS
     args.scheduler_cls = SCHEDULER_CLASS
     args.async_scheduling = False

@@ -1,0 +1,43 @@
+"""The model in the engine core's own process, on a CPU with one memory node.
+
+vLLM puts a CPU worker into a process of its own, even a single one, so that it can give it an OpenMP
+environment, and keeps one core free for the others. Each step then crosses a process border three
+times, and on two cores the model has one. Here the environment is set before the engine core starts
+(see ``launch``), and all cores are the model's: a waiting thread sleeps after 5 ms, and the server and
+the learner take what they need from the scheduler. Read against vLLM 0.32.0:
+``CpuPlatform.check_and_update_config`` replaces the executor named "uni", not a class.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+
+class InlineExecutor(UniProcExecutor):
+    """vLLM's own for one worker, by another name."""
+
+
+BOUND_ELSEWHERE = "VLLM_CPU_OMP_THREADS_BIND"
+
+
+def fits(world_size: int) -> bool:
+    """Whether the engine can run like this: one worker, one memory node, threads not bound by hand."""
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
+    return world_size == 1 and nodes <= 1 and os.environ.get(BOUND_ELSEWHERE, "nobind") == "nobind"
+
+
+def prepare() -> None:
+    """Set what OpenMP reads when the engine core starts; the user's own settings stay."""
+    physical = psutil.cpu_count(logical=False) or 1
+    threads = min(physical, len(os.sched_getaffinity(0)))
+    for name, value in {
+        BOUND_ELSEWHERE: "nobind",
+        "OMP_NUM_THREADS": str(threads),
+        "KMP_BLOCKTIME": "5",
+        "KMP_TPAUSE": "0",
+    }.items():
+        os.environ.setdefault(name, value)
