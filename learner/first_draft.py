@@ -105,7 +105,7 @@ def _known_manifest(folder: Path) -> DraftManifest | None:
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=DraftManifest)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None  # some other tool's manifest
 
 

@@ -177,7 +177,9 @@ class Drafts:
 
 def expected_rates(manifest: DraftManifest) -> list[float]:
     """Conditional acceptance by position to begin with; empty where nothing is known."""
-    return [0.0] * MOST_DRAFTS if manifest.origin == "untrained" else list(manifest.heldout_rates)
+    if manifest.origin == "untrained":
+        return [0.0] * MOST_DRAFTS
+    return [min(1.0, max(0.0, rate)) for rate in manifest.heldout_rates]
 
 
 def read_live(root: Path) -> LiveDraft | None:

@@ -30,6 +30,11 @@ def read_head(
             raise ValueError(f"{folder}: heads with {key} cannot be trained here")
     if config["hidden_size"] != target.hidden_size:
         raise ValueError(f"{folder}: hidden size {config['hidden_size']} is not the target's")
+    # vLLM leaves a whole batch without drafts when one request is longer than the head says it can be;
+    # positions are rotary, so a head can be as long as its target.
+    config["max_position_embeddings"] = max(
+        config["max_position_embeddings"], target.config["max_position_embeddings"]
+    )
     tensors = {
         name.removeprefix("model.").replace("layers.0.", "midlayer."): tensor
         for name, tensor in stored.items()

@@ -32,8 +32,9 @@ def fits(world_size: int) -> bool:
 
 def prepare() -> None:
     """Set what OpenMP reads when the engine core starts; the user's own settings stay."""
-    physical = psutil.cpu_count(logical=False) or 1
-    threads = min(physical, len(os.sched_getaffinity(0)))
+    physical = psutil.cpu_count(logical=False)
+    usable = len(os.sched_getaffinity(0))
+    threads = min(physical or usable, usable)
     for name, value in {
         BOUND_ELSEWHERE: "nobind",
         "OMP_NUM_THREADS": str(threads),

@@ -93,24 +93,32 @@ def engine_arguments(
     args.additional_config = {**(args.additional_config or {}), **options.to_config()}
     args.api_key = None  # our own guard covers every route
     args.speculative_config = speculative_config(
-        settings.draft_method, draft, settings.speculative_tokens
+        settings.draft_method,
+        draft,
+        settings.speculative_tokens,
+        settings.speculation == "adaptive",
     )
     validate_parsed_serve_args(args)
     return args
 
 
-def speculative_config(method: str, draft: Path, most_drafts: int) -> dict[str, Any]:
+def speculative_config(
+    method: str, draft: Path, most_drafts: int, adaptive: bool
+) -> dict[str, Any]:
     """vLLM's, for a drafter that drafts up to ``most_drafts`` tokens, greedily."""
-    return {
+    config = {
         "method": method,
         "model": str(draft),
         "num_speculative_tokens": most_drafts,
         # The pruned vocabulary's argmax is mapped; its logits are not scattered into the target's
         # vocabulary first. Draft models have no pruned vocabulary.
         "use_local_argmax_reduction": method == "eagle3",
-        # With any table by batch size vLLM is prepared for a K that changes. The scheduler sets it.
-        "num_speculative_tokens_per_batch_size": [[1, 1, most_drafts]],
     }
+    if adaptive:
+        # With any table by batch size vLLM is prepared for a K that changes (on a GPU that means
+        # piecewise CUDA graphs). The scheduler sets it.
+        config["num_speculative_tokens_per_batch_size"] = [[1, 1, most_drafts]]
+    return config
 
 
 def start_engine(args: Namespace) -> PacelineLLM:

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
 
+MOSTLY = 0.75
+"""Share of the drafts asked for that must be verified for a step to say what so many drafts cost: a
+grammar, a length limit or a request's own record may have cut some of them."""
+
+
 @dataclass
 class _Step:
     """The step in progress."""
@@ -35,7 +40,7 @@ class _Step:
     decoding: list[str]
     """Requests it decodes."""
     pure: bool
-    """Nothing but decoding, and every request verifies as many drafts as are proposed."""
+    """Nothing but decoding, and nearly as many drafts are verified as are proposed."""
 
 
 class PacelineScheduler(Scheduler):
@@ -45,7 +50,8 @@ class PacelineScheduler(Scheduler):
         if config.parallel_config.data_parallel_size > 1:
             raise EngineUnsafe("Paceline needs one engine per replica: --data-parallel-size 1")
         options = EngineOptions.from_config(config.additional_config)
-        self._adaptive = options.adaptive
+        # In a pipeline a step is scheduled before the one before it has ended: nothing can be timed.
+        self._adaptive = options.adaptive and config.parallel_config.pipeline_parallel_size == 1
         self._control = DraftControl(self.num_spec_tokens, options.draft_rates)
         self._draft_version = options.draft_version
         self._step: _Step | None = None
@@ -56,7 +62,8 @@ class PacelineScheduler(Scheduler):
         started = time.perf_counter()
         if self._timed is not None:
             timed, self._timed = self._timed, None
-            self._control.observe_step(len(timed.decoding), timed.proposed, started - timed.started)
+            drafts = timed.proposed if timed.pure else None
+            self._control.observe_step(len(timed.decoding), drafts, started - timed.started)
         output = super().schedule(throttle_prefills)
         self._step = None
         self._control.finished(output.finished_req_ids)
@@ -76,8 +83,10 @@ class PacelineScheduler(Scheduler):
             ):
                 decoding.append(request_id)
         proposed = self.drafts_for(list(output.num_scheduled_tokens))
-        pure = len(decoding) == len(output.num_scheduled_tokens) and all(
-            len(drafts.get(request_id, ())) == proposed for request_id in decoding
+        verified = sum(len(drafts.get(request_id, ())) for request_id in decoding)
+        full = proposed * len(decoding)
+        pure = len(decoding) == len(output.num_scheduled_tokens) and (
+            MOSTLY * full <= verified <= full
         )
         return _Step(started, proposed, decoding, pure)
 
@@ -112,5 +121,5 @@ class PacelineScheduler(Scheduler):
                     limit = self._control.limit(request_id, len(drafts), len(step.decoding))
                     del drafts[limit:]
         super().update_draft_token_ids(draft_token_ids)
-        if step is not None and step.pure and self.has_unfinished_requests():
+        if step is not None and step.decoding and self.has_unfinished_requests():
             self._timed = step

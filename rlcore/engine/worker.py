@@ -50,6 +50,7 @@ class PacelineWorker(BaseWorker):
         self._slot: DraftSlot | None = None
         self._rates = options.draft_rates
         self._drafting = 0
+        self._proposed = False
         drafter = None if speculative is None else self.model_runner.get_draft_model()
         if speculative is not None and drafter is not None:
             self._slot = self.slot_class(
@@ -57,6 +58,7 @@ class PacelineWorker(BaseWorker):
             )
             if can_defer(self.model_runner.drafter):
                 DeferredUpkeep(self.model_runner.drafter)
+            self._note_proposals()
         self._courier: Courier | None = None
         if self.is_driver_worker:
             self._courier = Courier(options, self._engine_report)
@@ -79,7 +81,18 @@ class PacelineWorker(BaseWorker):
             self._capture.finish(scheduler_output.finished_req_ids)
         return super().execute_model(scheduler_output)
 
+    def _note_proposals(self) -> None:
+        """Near the drafter's length limit vLLM does not ask it and takes tokens 0 for its drafts."""
+        propose = self.model_runner.drafter.propose
+
+        def noted(**inputs: Any) -> Any:
+            self._proposed = True
+            return propose(**inputs)
+
+        self.model_runner.drafter.propose = noted
+
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        self._proposed = False
         if self._courier is None or self.model_runner.execute_model_state is None:
             return super().sample_tokens(grammar_output)
         grammar_ids = frozenset(
@@ -94,9 +107,8 @@ class PacelineWorker(BaseWorker):
         drafts = super().take_draft_token_ids()
         if drafts is None:
             return None
-        return VersionedDrafts(
-            drafts.req_ids, drafts.draft_token_ids, self._live_version, self._rates
-        )
+        token_ids = drafts.draft_token_ids if self._proposed else [[] for _ in drafts.req_ids]
+        return VersionedDrafts(drafts.req_ids, token_ids, self._live_version, self._rates)
 
     def shutdown(self) -> None:
         if self._courier is not None:

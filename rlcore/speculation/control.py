@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from rlcore.speculation.acceptance import Acceptance
@@ -20,8 +21,11 @@ the one before that. Too little rather than too much, or it would never be tried
 EXPLORED_SHARE = 0.01
 """Share of the time that may be lost by trying what seems worse."""
 
-SAVED_AT_MOST = 0.5
-"""Seconds of loss that can be saved up."""
+SAVED_STEPS = 20
+"""Steps whose time can be saved up. Any look can be afforded then, whatever it is expected to lose."""
+
+MOST_TRIES = 50
+"""Steps in which a number of drafts may be used in the hope that it pays, with no measurement of it."""
 
 PROBE_STEPS = 4
 """Steps of a probe. The first verifies what was drafted before it, so it measures no cost."""
@@ -53,6 +57,10 @@ class DraftControl:
         """(bucket, drafts) -> step of the last look at it."""
         self._step = 0
         self._savings = 0.0
+        self._longest = 0.0
+        """Seconds that can be saved up."""
+        self._tries: dict[tuple[int, int], int] = {}
+        """(bucket, drafts) -> steps in which it was chosen without a measurement."""
         self._probe: tuple[int, int, int] | None = None
         """(bucket, drafts, steps left)"""
 
@@ -64,12 +72,20 @@ class DraftControl:
         """Another version proposes from now on. ``rates`` as at the start."""
         self.acceptance.restart(self._guesses(rates))
         self._looked.clear()
+        self._tries.clear()
 
-    def observe_step(self, batch: int, drafts: int, seconds: float) -> None:
-        """A pure decode step that verified and proposed ``drafts`` for each of ``batch`` requests."""
-        self.cost.observe(batch, drafts, seconds)
-        if 0 < seconds < SAVED_AT_MOST:
-            self._savings = min(SAVED_AT_MOST, self._savings + EXPLORED_SHARE * seconds)
+    def observe_step(self, batch: int, drafts: int | None, seconds: float) -> None:
+        """A step with ``batch`` decoding requests, each of which verified and proposed ``drafts``.
+
+        ``drafts`` is None for one that did other things too and says nothing of a cost.
+        """
+        if drafts is not None:
+            self.cost.observe(batch, drafts, seconds)
+        if 0 < seconds < math.inf:
+            usual = self.cost.seconds(batch, drafts or 0) or seconds
+            self._longest = SAVED_STEPS * usual
+            saved = self._savings + EXPLORED_SHARE * min(seconds, 2 * usual)
+            self._savings = min(self._longest, saved)
 
     def observe_drafts(self, request: str, drafted: int, accepted: int) -> None:
         self.acceptance.observe(request, drafted, accepted)
@@ -89,6 +105,8 @@ class DraftControl:
         drafts = self._best(requests, size, kind)
         self._chosen[kind] = drafts
         self._looked[kind, drafts] = self._step
+        if not self.cost.measured(size, drafts):
+            self._tries[kind, drafts] = self._tries.get((kind, drafts), 0) + 1
         return self._sound(requests, size, kind, drafts)
 
     def limit(self, request: str, drafts: int, batch: int) -> int:
@@ -102,7 +120,8 @@ class DraftControl:
         tokens_per_second = batch * (1 + sum(chances)) / now
         price = VERIFY_SHARE * max(0.0, now - before) / batch * tokens_per_second
         skill = self.acceptance.skill(request)
-        while drafts and skill * chances[drafts - 1] < price:
+        # One is left, or nothing more would be learned of the request.
+        while drafts > 1 and skill * chances[drafts - 1] < price:
             drafts -= 1
         return drafts
 
@@ -115,18 +134,25 @@ class DraftControl:
         chances = self.acceptance.chances(self.most)
         skill = sum(self.acceptance.skill(request) for request in requests) / size
         tokens = 1.0
-        values = [tokens / plain]
+        values = {0: tokens / plain}
         costs = [plain]
+        hopeful = False
         for drafts in range(1, self.most + 1):
             tokens += min(1.0, skill * chances[drafts - 1])
             measured = self.cost.seconds(size, drafts)
             costs.append(measured or self._hoped(costs))
-            values.append(tokens / costs[-1])
             if measured is None:
-                break  # what lies behind it waits until this one is measured
-        best = max(range(len(values)), key=values.__getitem__)
-        held = min(self._chosen.get(kind, 0), len(values) - 1)
-        return best if values[best] > SWITCH_GAIN * values[held] else held
+                # Those behind it that were not measured either wait until this one is.
+                tried = self._tries.get((kind, drafts), 0)
+                if hopeful or tried >= MOST_TRIES:
+                    continue
+                hopeful = True
+            values[drafts] = tokens / costs[-1]
+        best = max(values, key=values.__getitem__)
+        held = self._chosen.get(kind, 0)
+        if held not in values or values[best] > SWITCH_GAIN * values[held]:
+            return best
+        return held
 
     def _hoped(self, costs: Sequence[float]) -> float:
         if len(costs) < 2:
@@ -151,9 +177,9 @@ class DraftControl:
             if self._step - self._looked.get((kind, other), -RECHECK_STEPS) < RECHECK_STEPS:
                 continue
             price = self._loss(size, drafts, other, now)
-            if price is None or price > self._savings:
+            if price > self._savings and self._savings < self._longest:
                 continue
-            self._savings -= price
+            self._savings = max(0.0, self._savings - price)
             self._looked[kind, other] = self._step
             self._probe = (kind, other, PROBE_STEPS - 1)
             if drafts == 0:
@@ -162,13 +188,14 @@ class DraftControl:
         return drafts
 
     def _others(self, drafts: int) -> list[int]:
-        """Where nothing is drafted all positions are worth a look, elsewhere the neighbours."""
+        """Where nothing is drafted all positions are worth a look; elsewhere none, and the neighbours."""
         if drafts == 0:
             return [self.most, 1]
-        return [other for other in (drafts + 1, drafts - 1) if 0 <= other <= self.most]
+        near = [other for other in (drafts + 1, drafts - 1) if 0 < other <= self.most]
+        return [*near, 0]
 
-    def _loss(self, size: int, drafts: int, other: int, now: float) -> float | None:
-        """Seconds lost by a probe; None where the other number cannot be judged yet."""
+    def _loss(self, size: int, drafts: int, other: int, now: float) -> float:
+        """Seconds that a probe is expected to lose."""
         theirs = self.cost.seconds(size, other)
         if theirs is None:
             theirs = now * (1 + max(0, other - drafts) * 0.5)

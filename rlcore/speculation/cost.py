@@ -19,6 +19,11 @@ ENOUGH = 3
 ESTABLISHED = 12
 """Steps of a kind before they say anything of the common factor."""
 
+CHANGED = 8
+FAR = math.log(1.3)
+"""When so many steps of a kind in a row lie so far off its median, on one side, the kind has changed, and
+only they are kept."""
+
 DRIFT_RATE = 0.2
 """How fast the common factor follows: faster than a median turns over, so that it is the factor that
 takes up what slows every kind of step, also those that are not being taken at present."""
@@ -57,6 +62,13 @@ class StepCost:
             self._factor += DRIFT_RATE * surprise
             relative -= DRIFT_RATE * surprise
         kept.append(relative)
+        late = list(kept)[-CHANGED:]
+        middle = statistics.median(kept)
+        if len(late) == CHANGED < len(kept) and (
+            min(late) - middle > FAR or middle - max(late) > FAR
+        ):
+            kept.clear()
+            kept.extend(late)
 
     def measured(self, batch: int, drafts: int) -> bool:
         return len(self._kept.get((bucket(batch), drafts), ())) >= ENOUGH

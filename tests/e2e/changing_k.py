@@ -47,3 +47,4 @@ class WarmWorker(TellingWorker):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights=load_dummy_weights)
         del self.model_runner.drafter.propose  # the instance's; the class has vLLM's
+        self._note_proposals()

@@ -97,7 +97,9 @@ class Engine:
         )  # fmt: skip
         speculative = None
         if given["draft"] is not None:
-            speculative = speculative_config(given["method"], Path(given["draft"]), given["k"])
+            speculative = speculative_config(
+                given["method"], Path(given["draft"]), given["k"], given["scheduler"] is not None
+            )
         self.llm = LLM(
             model=given["model"], dtype="float32", enforce_eager=True, async_scheduling=False,
             max_model_len=given["max_model_len"], max_num_seqs=given["max_num_seqs"],

@@ -188,3 +188,63 @@ def test_whatever_it_is_told_it_answers_with_a_number_of_drafts(events):
             control.observe_drafts(request, drafted, accepted)
         control.observe_step(batch, chosen, seconds)
         control.finished(requests[:1])
+
+
+def test_a_number_that_is_never_measured_is_given_up():
+    """Half of the requests have grammars that refuse every draft: no step is pure."""
+    control = DraftControl(MOST, [])
+    requests = [f"r{i}" for i in range(16)]
+    chosen = []
+    for _ in range(2000):
+        drafts = control.choose(requests)
+        chosen.append(drafts)
+        for request in requests:
+            control.observe_drafts(request, drafts, drafts)
+        control.observe_step(16, 0 if drafts == 0 else None, TABLE[16][drafts] / 1000)
+    assert sum(chosen[-1000:]) < 100
+
+
+def test_a_first_cost_measured_far_too_high_is_found_out():
+    engine = Engine(DraftControl(MOST, []), 0.8)
+    for _ in range(3):
+        engine.control.observe_step(1, 1, 0.4)
+    engine.run(1, 4000)
+    engine.chosen.clear()
+    engine.run(1, 500)
+    assert engine.chosen.count(MOST) > 400
+
+
+def test_a_slow_model_comes_back_from_nothing_too():
+    engine = Engine(DraftControl(MOST, []), 0.8)
+    engine.slow = 20.0  # most of a second for a step
+    engine.run(1, 200)
+    engine.rate = lambda _: 0.0
+    engine.run(1, 400)
+    engine.rate = lambda _: 0.8
+    engine.run(1, 4000)
+    engine.chosen.clear()
+    engine.run(1, 500)
+    assert engine.chosen.count(MOST) > 400
+
+
+def test_drafting_that_became_dear_is_given_up_though_nothing_else_changed():
+    engine = Engine(DraftControl(MOST, []), 0.7)
+    engine.run(4, 400)
+    before = dict(TABLE)
+    TABLE[4] = (34, 100, 130, 160)
+    try:
+        engine.run(4, 3000)
+        engine.chosen.clear()
+        engine.run(4, 500)
+    finally:
+        TABLE.update(before)
+    assert engine.chosen.count(0) > 400
+
+
+def test_a_request_that_became_good_is_drafted_for_again():
+    engine = Engine(DraftControl(MOST, []), 0.9)
+    engine.rate = lambda request: 0.0 if request == "r3" else 0.95
+    engine.run(4, 600)
+    engine.rate = lambda _: 0.95
+    engine.run(4, 150)
+    assert engine.control.limit("r3", MOST, 4) == MOST
