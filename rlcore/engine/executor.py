@@ -30,11 +30,14 @@ def fits(world_size: int) -> bool:
     return world_size == 1 and nodes <= 1 and os.environ.get(BOUND_ELSEWHERE, "nobind") == "nobind"
 
 
-def prepare() -> None:
-    """Set what OpenMP reads when the engine core starts; the user's own settings stay."""
+def prepare(spared: int) -> None:
+    """Set what OpenMP reads when the engine core starts; the user's own settings stay.
+
+    ``spared``: cores left to others, if there is more than one.
+    """
     physical = psutil.cpu_count(logical=False)
     usable = len(os.sched_getaffinity(0))
-    threads = min(physical or usable, usable)
+    threads = max(1, min(physical or usable, usable) - spared)
     for name, value in {
         BOUND_ELSEWHERE: "nobind",
         "OMP_NUM_THREADS": str(threads),

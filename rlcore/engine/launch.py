@@ -85,7 +85,7 @@ def engine_arguments(
         from rlcore.engine import executor
 
         if executor.fits(args.tensor_parallel_size * args.pipeline_parallel_size):
-            executor.prepare()
+            executor.prepare(spared=1 if settings.learner == "local" else 0)
             args.distributed_executor_backend = executor.InlineExecutor
     args.worker_cls = WORKER_CLASS
     args.scheduler_cls = SCHEDULER_CLASS
