@@ -78,3 +78,21 @@ def test_a_changing_k_leaves_the_output_of_a_draft_model_as_it_is(embedded_model
     *found, drafted = run(embedded_model, tmp_path / "draft", "draft_model", "TellingWorker")
     assert same_tokens(found, plain) <= 1
     assert len(drafted) > 100
+
+
+def test_drafts_that_nobody_proposed_are_none(embedded_model, tmp_path):
+    """Near the length limit vLLM does not ask the drafter, and would take tokens 0 for its drafts."""
+    limit = 96
+    tiny.eagle(Target.open(embedded_model), 1, 2048).save(tmp_path / "draft")
+    job = offline.job(
+        embedded_model, tmp_path / "draft", "eagle3", K, max_model_len=limit, max_num_seqs=2,
+        worker="tests.e2e.changing_k.TellingWorker",
+    )  # fmt: skip
+    prompts = [[*range(100, 100 + limit - 16)], [*range(200, 200 + limit - 12)]]
+    sampling = [{"temperature": 0.0, "max_tokens": limit}] * 2
+    result, drafted = offline.run(
+        job, [offline.generate(prompts, sampling), offline.rpc("test_drafted")]
+    )
+    assert [len(p) + len(t) for p, t in zip(prompts, result["tokens"], strict=True)] == [limit] * 2
+    assert len(drafted) > 5
+    assert [0] * K not in drafted.values()
