@@ -5,8 +5,9 @@ environment, and keeps one core free for the others. Each step then crosses a pr
 times, and on two cores the model has one. Here the environment is set before the engine core starts
 (see ``launch``), and all cores are the model's but one for a learner on this machine: threads that wait
 for each other lose more to a learner between them than a core is worth (2 cores, 1 stream: 53 tokens/s
-and 320 positions trained a second on both, 62 and 710 on one each). A waiting thread sleeps after 5 ms.
-Read against vLLM 0.32.0:
+and 320 positions trained a second on both, 62 and 710 on one each). The number stays what it was at
+the start: oneDNN's primitives, which vLLM keeps by shape, go on using as many threads as they were made
+for. A waiting thread sleeps after 5 ms. Read against vLLM 0.32.0:
 ``CpuPlatform.check_and_update_config`` replaces the executor named "uni", not a class.
 """
 
