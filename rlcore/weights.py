@@ -71,15 +71,24 @@ def signature(header: bytes) -> Signature:
 
 def check_signature(got: Signature, want: Signature) -> None:
     """Raises WeightError unless both name the same tensors with the same shapes and dtypes."""
+    check_shapes(
+        {name: shape for name, (_, shape) in got.items()},
+        {name: shape for name, (_, shape) in want.items()},
+    )
+    for name, entry in want.items():
+        if got[name] != entry:
+            raise WeightError("shape", f"{name} is {got[name]}, the live weights have {entry}")
+
+
+def check_shapes(got: Mapping[str, tuple[int, ...]], want: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises WeightError unless both name the same tensors with the same shapes."""
     if missing := sorted(want.keys() - got.keys()):
         raise WeightError("shape", f"tensors missing: {', '.join(missing[:4])}")
     if extra := sorted(got.keys() - want.keys()):
         raise WeightError("shape", f"unexpected tensors: {', '.join(extra[:4])}")
-    for name, (dtype, shape) in want.items():
-        if got[name] != (dtype, shape):
-            raise WeightError(
-                "shape", f"{name} is {got[name]}, the live drafter has {(dtype, shape)}"
-            )
+    for name, shape in want.items():
+        if got[name] != shape:
+            raise WeightError("shape", f"{name} is {got[name]}, the live weights have {shape}")
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:

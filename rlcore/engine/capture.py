@@ -96,6 +96,14 @@ class Capture:
             if builder is not None and self._emit is not None:
                 self._emit(request_id, builder.flush(final=True), True)
 
+    def new_target(self, version: int) -> None:
+        """The target's weights are exchanged: what was captured so far is the old version's."""
+        self._target_version = version
+        for request_id, builder in self._builders.items():
+            span = builder.retarget(version)
+            if span is not None and self._emit is not None:
+                self._emit(request_id, span, False)
+
     def request_acceptance(self, request_ids: list[str]) -> list[AcceptanceCount]:
         """Counts by draft version, summed over the given requests."""
         total: dict[int, AcceptanceCount] = {}

@@ -3,11 +3,14 @@
 Read against vLLM 0.32.0: ``AsyncLLM._run_output_handler`` takes ``self.output_processor`` when it
 starts, so the processor is exchanged for ours just before. ``OutputProcessor.add_request``,
 ``_finish_request`` and ``abort_requests`` see each engine-side request id exactly once (children of
-``n > 1`` included), whatever ends it: a stop string, a length, an abort.
+``n > 1`` included), whatever ends it: a stop string, a length, an abort. ``EngineCore`` puts its weight
+version on every step's output; ``RequestState.weight_version_starts`` says from which output token on
+each one sampled.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,6 +27,26 @@ class Ticket:
     tenant: str = "default"
     learn: bool = True
     engine_ids: list[str] = field(default_factory=list)
+    _policies: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)
+
+    def note_policies(self, state: RequestState) -> None:
+        """A choice has ended: keep which policy version sampled which of its tokens."""
+        assert state.detokenizer is not None
+        emitted = state.detokenizer.num_output_tokens()
+        # Several prompts of a completion are numbered by vLLM, at the end of their ids.
+        number = state.external_req_id.rpartition("-")[2]
+        place = int(number) if number.isdecimal() else 0, state.request_index
+        self._policies[place] = [
+            (start, int(version))
+            for version, start in state.weight_version_starts
+            if start < emitted
+        ]
+
+    @property
+    def policy_versions(self) -> list[list[tuple[int, int]]]:
+        """Of each choice that has ended, in the response's order: (index of the first output token,
+        policy version) pairs."""
+        return [self._policies[place] for place in sorted(self._policies)]
 
 
 current_ticket: ContextVar[Ticket | None] = ContextVar("paceline_ticket", default=None)
@@ -67,6 +90,7 @@ class RequestLedger(OutputProcessor):
     def _end(self, state: RequestState) -> None:
         ticket = self._tickets.pop(state.request_id)
         if state.detokenizer is not None:
+            ticket.note_policies(state)
             self._on_end(state.request_id, state.detokenizer.num_output_tokens(), ticket)
 
 
@@ -80,6 +104,18 @@ class PacelineLLM(AsyncLLM):
         if self.output_handler is None and not isinstance(self.output_processor, RequestLedger):
             self.output_processor = RequestLedger(self.output_processor, self._report_end)
         super()._run_output_handler()
+
+    def begun(self) -> list[int]:
+        """The tokens, prompt and output, of each request that has begun to answer."""
+        return [
+            state.prompt_len + state.detokenizer.num_output_tokens()
+            for state in self.output_processor.request_states.values()
+            if state.detokenizer is not None and state.detokenizer.num_output_tokens()
+        ]
+
+    def stop_engine(self, reason: str) -> None:
+        """The engine ends at its next step, with ``reason``; whether it can be asked is not waited for."""
+        self._stopping = asyncio.ensure_future(self.collective_rpc("paceline_stop", args=(reason,)))
 
     def _report_end(self, request_id: str, output_tokens: int, ticket: Ticket) -> None:
         self.on_end(request_id, output_tokens, ticket)

@@ -1,13 +1,15 @@
-"""Reads a drafter's weights back out of the engine. Read against vLLM 0.32.0.
+"""Reads a model's weights back out of the engine. Read against vLLM 0.32.0.
 
 On CPU vLLM prepacks linear weights and empties ``layer.weight``, so a weight cannot simply be looked
-at: a linear layer is read back by what it computes on a fixed probe, everything else by its values.
+at: a linear layer is read back by what it computes on a fixed probe, everything else by its values. What
+is to be found is computed beforehand (``expect``), so that the engine stands still only for the reading.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,31 +38,64 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Largest difference of a probe's result, relative to its largest value."""
 
 
-def read_back(drafter: nn.Module, tensors: Mapping[str, torch.Tensor], config: VllmConfig) -> None:
-    """Raises WeightError when the engine does not hold exactly these weights.
+@dataclass(frozen=True)
+class _Probe:
+    """A fixed input of a layer and its result. An embedding's inputs are ids [n], a linear layer's
+    rows [2, in]."""
 
-    With tensor parallelism a linear layer holds a shard, and only unsharded tensors are compared.
+    inputs: torch.Tensor
+    result: torch.Tensor
+    """[n, out] float32"""
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the engine must hold and compute; empty with tensor parallelism, where layers are shards."""
+
+    values: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    """By (module, attribute)."""
+    probes: dict[str, _Probe] = field(default_factory=dict)
+    """By module."""
+
+
+def expect(model: nn.Module, tensors: Mapping[str, torch.Tensor], config: VllmConfig) -> Expected:
+    """What the engine holds once ``model`` has loaded this checkpoint.
+
+    Raises WeightError for a tensor the engine has no place for.
     """
-    modules: dict[str, Any] = dict(drafter.named_modules())
-    sharded = config.parallel_config.tensor_parallel_size > 1
-    linear: defaultdict[str, dict[int, torch.Tensor]] = defaultdict(dict)
+    modules: dict[str, Any] = dict(model.named_modules())
+    parts: defaultdict[tuple[str, str], dict[int, torch.Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         if name in NOT_KEPT:
             continue
-        if name == "d2t":
-            _same(name, drafter.get_parameter("draft_id_to_target_id").data, tensor)
-            continue
         full, place = engine_name(name, modules)
         path, _, attribute = full.rpartition(".")
-        module = modules[path]
+        parts[path, attribute][place] = tensor
+    expected = Expected()
+    if config.parallel_config.tensor_parallel_size > 1:
+        return expected
+    for (path, attribute), by_place in parts.items():
+        whole = [by_place[place] for place in sorted(by_place)]
+        tensor = whole[0] if len(whole) == 1 else torch.cat(whole)
         if tensor.dim() == 1:
-            if not sharded:
-                _same(name, getattr(module, attribute).data, tensor)
+            expected.values[path, attribute] = tensor
         elif attribute == "weight":
-            linear[path][place] = tensor
-    if not sharded:
-        for path, parts in linear.items():
-            _check_probe(path, modules[path], torch.cat([parts[i] for i in sorted(parts)]))
+            expected.probes[path] = _probe(modules[path], tensor)
+    return expected
+
+
+def read_back(model: nn.Module, expected: Expected) -> None:
+    """Raises WeightError when the engine does not hold exactly these weights."""
+    modules: dict[str, Any] = dict(model.named_modules())
+    for (path, attribute), want in expected.values.items():
+        got = getattr(modules[path], attribute).data
+        want = want.to(got.device, got.dtype)
+        if got.shape != want.shape or not torch.equal(got, want):
+            name = f"{path}.{attribute}".lstrip(".")
+            raise WeightError("read_back", f"the engine holds another {name}")
+    for path, probe in expected.probes.items():
+        _check_probe(path, modules[path], probe)
 
 
 def engine_name(name: str, modules: Mapping[str, Any]) -> tuple[str, int]:
@@ -68,6 +103,8 @@ def engine_name(name: str, modules: Mapping[str, Any]) -> tuple[str, int]:
 
     Raises WeightError for a tensor the engine has no place for.
     """
+    if name == "d2t":
+        return "draft_id_to_target_id", 0
     name = name.replace("midlayer.", "layers.0.")
     parts, place = name.split("."), 0
     if len(parts) >= 2:
@@ -76,28 +113,28 @@ def engine_name(name: str, modules: Mapping[str, Any]) -> tuple[str, int]:
     for candidate in (name, f"model.{name}"):
         if candidate.rpartition(".")[0] in modules:
             return candidate, place
-    raise WeightError("read_back", f"the engine's drafter has no place for {name}")
+    raise WeightError("read_back", f"the engine has no place for {name}")
 
 
-def _same(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
-    want = want.to(got.device, got.dtype)
-    if got.shape != want.shape or not torch.equal(got, want):
-        raise WeightError("read_back", f"the engine holds another {name}")
+def _is_embedding(module: Any) -> bool:
+    return isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
 
 
-def _check_probe(path: str, module: Any, weight: torch.Tensor) -> None:
-    if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
+def _probe(module: Any, weight: torch.Tensor) -> _Probe:
+    if _is_embedding(module):
         ids = torch.arange(0, weight.shape[0], max(1, weight.shape[0] // 8))
-        dtype = weight.dtype
-        got = module(ids.to(module.weight.device)).float().cpu()
-        want = weight[ids].float()
+        return _Probe(ids, weight[ids].float(), weight.dtype)
+    dtype = module.params_dtype if hasattr(module, "params_dtype") else weight.dtype
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(2, weight.shape[1], generator=generator).to(dtype)
+    return _Probe(inputs, inputs.float() @ weight.to(dtype).float().T, dtype)
+
+
+def _check_probe(path: str, module: Any, probe: _Probe) -> None:
+    inputs, want = probe.inputs.to(module.weight.device), probe.result
+    if _is_embedding(module):
+        got = module(inputs).float().cpu()
     else:
-        dtype = module.params_dtype if hasattr(module, "params_dtype") else weight.dtype
-        device = module.weight.device
-        generator = torch.Generator().manual_seed(0)
-        probe = torch.randn(2, weight.shape[1], generator=generator).to(dtype)
-        got = module.quant_method.apply(module, probe.to(device), None).float().cpu()
-        want = probe.float() @ weight.to(dtype).float().T
-        got = got[:, : want.shape[1]]
-    if (got - want).abs().max() > TOLERANCE[dtype] * want.abs().max().clamp(min=1e-6):
+        got = module.quant_method.apply(module, inputs, None).float().cpu()[:, : want.shape[1]]
+    if (got - want).abs().max() > TOLERANCE[probe.dtype] * want.abs().max().clamp(min=1e-6):
         raise WeightError("read_back", f"the engine computes something else with {path}")

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from rlcore.engine.fixes import EngineUnsafe
@@ -93,6 +94,10 @@ class PacelineScheduler(Scheduler):
     def drafts_for(self, requests: Sequence[str]) -> int:
         """Drafts asked for at the end of a step of these requests, which the next one verifies."""
         return self._control.choose(requests) if self._adaptive else self.num_spec_tokens
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        self._timed = None  # the step before a pause did not last as long as the pause
+        super().set_pause_state(pause_state)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

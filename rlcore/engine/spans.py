@@ -7,7 +7,7 @@ absolute. A builder never takes a position twice, so recomputation after a preem
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -99,6 +99,12 @@ class SpanBuilder:
     def _begin(self, position: int) -> None:
         self.first_position = position
         self._begun = True
+
+    def retarget(self, version: int) -> Span | None:
+        """What comes from now on is of another target version; the span of the one before, if any."""
+        span = self.flush(final=False)
+        self.facts = replace(self.facts, target_version=version)
+        return span
 
     def flush(self, *, final: bool) -> Span | None:
         """The span so far; the builder goes on behind it. None when it holds no states."""

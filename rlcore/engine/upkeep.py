@@ -92,6 +92,10 @@ class DeferredUpkeep:
         self._kept.append(kept)
         self._rows += count
 
+    def forget(self) -> None:
+        """Nothing kept is of use: every request is computed again from its first token on."""
+        self._kept, self._rows = [], 0
+
     @torch.inference_mode()
     def write(self) -> None:
         """Write the keys and values of everything kept."""

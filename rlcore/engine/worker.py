@@ -1,4 +1,4 @@
-"""The engine worker: vLLM's own, with capture and draft swap added. Given to vLLM as ``worker_cls``.
+"""The engine worker: vLLM's own, with capture and the swaps added. Given to vLLM as ``worker_cls``.
 
 Read against vLLM 0.32.0. Overridden: ``load_model``, ``execute_model``, ``sample_tokens``,
 ``take_draft_token_ids``, ``shutdown``; relied on: the V1 model runner's state (see ``capture``) and its
@@ -18,10 +18,12 @@ from rlcore.engine.capture import Capture
 from rlcore.engine.courier import Courier
 from rlcore.engine.fixes import EngineUnsafe, apply_fixes, verify_fixes
 from rlcore.engine.options import EngineOptions
+from rlcore.engine.policy import PolicySlot, StageReport
 from rlcore.engine.swap import DraftSlot
 from rlcore.engine.upkeep import DeferredUpkeep, can_defer
 from rlcore.engine.versioned import VersionedDrafts
 from rlcore.records import CaptureCounts, EngineReport
+from rlcore.weights import WeightError
 
 if TYPE_CHECKING or not current_platform.is_cpu():
     from vllm.v1.worker.gpu_worker import Worker as BaseWorker
@@ -40,6 +42,7 @@ class PacelineWorker(BaseWorker):
     """One engine worker. Rank 0 captures; every rank swaps."""
 
     slot_class = DraftSlot
+    policy_class = PolicySlot
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights=load_dummy_weights)
@@ -47,7 +50,11 @@ class PacelineWorker(BaseWorker):
             raise EngineUnsafe("Paceline needs the V1 model runner and synchronous scheduling")
         options = EngineOptions.from_config(self.vllm_config.additional_config)
         speculative = self.vllm_config.speculative_config
+        self._policy = self.policy_class(
+            self.model_runner.get_model(), self.vllm_config, options.target_version
+        )
         self._slot: DraftSlot | None = None
+        self._upkeep: DeferredUpkeep | None = None
         self._rates = options.draft_rates
         self._drafting = 0
         self._proposed = False
@@ -57,7 +64,7 @@ class PacelineWorker(BaseWorker):
                 self.model_runner.get_model(), drafter, self.vllm_config, options.draft_version
             )
             if can_defer(self.model_runner.drafter):
-                DeferredUpkeep(self.model_runner.drafter)
+                self._upkeep = DeferredUpkeep(self.model_runner.drafter)
             self._note_proposals()
         self._courier: Courier | None = None
         if self.is_driver_worker:
@@ -73,8 +80,9 @@ class PacelineWorker(BaseWorker):
             self._courier.start()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        if self._slot is not None and self._slot.broken:
-            raise EngineUnsafe(self._slot.broken)
+        for slot in (self._slot, self._policy):
+            if slot is not None and slot.broken:
+                raise EngineUnsafe(slot.broken)
         if scheduler_output.total_num_scheduled_tokens:
             self._drafting = scheduler_output.num_spec_tokens_to_schedule
         if self._courier is not None:
@@ -128,6 +136,34 @@ class PacelineWorker(BaseWorker):
         if report.error is None:
             self._rates = rates
         return msgspec.to_builtins(report)
+
+    def paceline_policy_stage(self, folder: str, sha256: str, version: int) -> dict[str, Any]:
+        """Begin to read a policy; the answer is a StageReport as plain values."""
+        try:
+            self._policy.stage(Path(folder), sha256, version)
+        except WeightError as error:
+            return msgspec.to_builtins(StageReport(version, False, error.reason, str(error)))
+        return msgspec.to_builtins(self._policy.staged(version))
+
+    def paceline_policy_staged(self, version: int) -> dict[str, Any]:
+        """How far that has come."""
+        return msgspec.to_builtins(self._policy.staged(version))
+
+    def paceline_policy_apply(self, version: int) -> dict[str, Any]:
+        """Make the policy that was read live; the answer is a SwapReport as plain values.
+
+        The scheduler is paused and its caches are cleared.
+        """
+        report = self._policy.swap(version)
+        if self._upkeep is not None:
+            self._upkeep.forget()
+        if report.error is None and self._courier is not None:
+            self._capture.new_target(version)
+        return msgspec.to_builtins(report)
+
+    def paceline_stop(self, reason: str) -> None:
+        """Compute nothing any more."""
+        self._policy.broken = reason
 
     def paceline_request_acceptance(self, request_ids: list[str]) -> list[dict[str, Any]]:
         """Acceptance by draft version of these requests, as plain values."""

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from rlcore.engine import swap
+from rlcore.engine.policy import PolicySlot
+from rlcore.engine.slot import SwapReport, Weights, WeightSlot
 from rlcore.engine.swap import DraftSlot
 from rlcore.engine.worker import PacelineWorker
 from rlcore.weights import WeightError
@@ -19,25 +20,18 @@ class InjectedFault(RuntimeError):
     pass
 
 
-class FaultySlot(DraftSlot):
-    """Fails at ``stage`` once; a restore uses the plain stages and is not affected."""
+class Faults(WeightSlot):
+    """Fails at ``fail_stage`` once; a restore uses the plain stages and is not affected."""
 
-    stage: str | None = None
-
-    def swap(self, *args: Any) -> swap.SwapReport:
-        try:
-            return super().swap(*args)
-        finally:
-            self.stage = None
+    fail_stage: str | None = None
 
     def _fail_at(self, stage: str) -> None:
-        if self.stage == stage:
+        if self.fail_stage == stage:
             raise InjectedFault(stage)
 
-    def check(self, *args: Any) -> dict[str, torch.Tensor]:
-        if self.stage == "check":
+    def _fail_check(self) -> None:
+        if self.fail_stage == "check":
             raise WeightError("injected", "check")
-        return super().check(*args)
 
     def begin(self) -> None:
         super().begin()
@@ -45,12 +39,12 @@ class FaultySlot(DraftSlot):
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         tensors = dict(tensors)
-        if self.stage == "half-way":
+        if self.fail_stage == "half-way":
             # Stop in the middle of the file, with half of a fused layer given.
             cut = next(i for i, name in enumerate(tensors) if "k_proj" in name) + 1
             super().load(dict(list(tensors.items())[:cut]))
             raise InjectedFault("half-way")
-        if self.stage == "silently wrong":
+        if self.fail_stage == "silently wrong":
             name = next(name for name in tensors if "down_proj" in name)
             tensors[name] = tensors[name].flip(0)
         super().load(tensors)
@@ -60,13 +54,49 @@ class FaultySlot(DraftSlot):
         super().finish()
         self._fail_at("finish")
 
-    def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().apply(tensors)
+    def apply(self, *args: Any) -> None:
+        super().apply(*args)
         self._fail_at("read-back")
+
+
+class FaultySlot(Faults, DraftSlot):
+    def swap(self, *args: Any) -> SwapReport:
+        try:
+            return super().swap(*args)
+        finally:
+            self.fail_stage = None
+
+    def check(self, *args: Any) -> dict[str, torch.Tensor]:
+        self._fail_check()
+        return super().check(*args)
+
+
+class FaultyPolicy(Faults, PolicySlot):
+    def swap(self, *args: Any) -> SwapReport:
+        try:
+            return super().swap(*args)
+        finally:
+            self.fail_stage = None
+
+    def check(self, *args: Any) -> Weights:
+        try:
+            self._fail_check()
+        finally:
+            self.fail_stage = None if self.fail_stage == "check" else self.fail_stage
+        return super().check(*args)
+
+
+def digest_of(model: torch.nn.Module) -> float:
+    return sum(
+        float((p.double() * torch.arange(1, p.numel() + 1).view_as(p).double()).sum())
+        for p in model.parameters()
+        if p.numel()
+    )
 
 
 class FaultyWorker(PacelineWorker):
     slot_class = FaultySlot
+    policy_class = FaultyPolicy
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         self._seen: list[list[int]] = []
@@ -75,7 +105,12 @@ class FaultyWorker(PacelineWorker):
     def test_fail_at(self, stage: str) -> None:
         assert stage in STAGES
         assert isinstance(self._slot, FaultySlot)
-        self._slot.stage = stage
+        self._slot.fail_stage = stage
+
+    def test_fail_policy_at(self, stage: str) -> None:
+        assert stage in STAGES
+        assert isinstance(self._policy, FaultyPolicy)
+        self._policy.fail_stage = stage
 
     def test_acceptance(self) -> dict[int, tuple[int, int]]:
         """By draft version: drafts verified and accepted since the start."""
@@ -91,11 +126,7 @@ class FaultyWorker(PacelineWorker):
 
     def test_target_digest(self) -> float:
         """Changes when any value of the target's plain parameters does."""
-        return sum(
-            float((p.double() * torch.arange(1, p.numel() + 1).view_as(p).double()).sum())
-            for p in self.model_runner.get_model().parameters()
-            if p.numel()
-        )
+        return digest_of(self.model_runner.get_model())
 
     def test_shared_modules(self) -> list[str]:
         assert self._slot is not None

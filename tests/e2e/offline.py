@@ -8,7 +8,8 @@ of its own. A job holds ``model``, ``worker``, ``draft`` (None: no speculation),
 
 - ``generate``: requests (token ids and sampling parameters), and swaps by engine step. The engine
   core runs inside the driving process, so a swap lands between two chosen steps of running requests.
-- ``swap``: folder, version.
+- ``swap``: folder, version of a drafter.
+- ``policy``: folder, version of the target.
 - ``rpc``: method, arguments.
 """
 
@@ -20,6 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +38,27 @@ def job(model: Path, draft: Path | None, method: str, k: int, **more: Any) -> di
 
 
 def generate(
-    prompts: list[list[int]], sampling: list[dict[str, Any]], swaps: dict[int, tuple] | None = None
+    prompts: list[list[int]],
+    sampling: list[dict[str, Any]],
+    swaps: dict[int, tuple] | None = None,
+    policies: dict[int, tuple] | None = None,
 ) -> tuple[str, dict[str, Any]]:
-    """One sampling dict for each prompt; ``swaps`` maps an engine step to (folder, version)."""
+    """One sampling dict for each prompt; ``swaps`` and ``policies`` map an engine step to (folder,
+    version)."""
     return "generate", {
         "prompts": prompts,
         "sampling": sampling,
         "swaps": {str(step): [str(f), v] for step, (f, v) in (swaps or {}).items()},
+        "policies": {str(step): [str(f), v] for step, (f, v) in (policies or {}).items()},
     }
 
 
 def swap(folder: Path, version: int, sha256: str | None = None) -> tuple[str, dict[str, Any]]:
     return "swap", {"folder": str(folder), "version": version, "sha256": sha256}
+
+
+def policy(folder: Path, version: int, sha256: str | None = None) -> tuple[str, dict[str, Any]]:
+    return "policy", {"folder": str(folder), "version": version, "sha256": sha256}
 
 
 def rpc(method: str, *args: Any) -> tuple[str, dict[str, Any]]:
@@ -107,9 +118,11 @@ class Engine:
             scheduler_cls=given["scheduler"] or SCHEDULER_CLASS,
             additional_config=options.to_config(), speculative_config=speculative,
         )  # fmt: skip
+        self._core = self.llm.llm_engine.engine_core.engine_core
+        self._core.set_weight_version("0")
         self._requests = 0
 
-    def generate(self, prompts, sampling, swaps) -> dict[str, Any]:
+    def generate(self, prompts, sampling, swaps, policies) -> dict[str, Any]:
         from vllm import SamplingParams
 
         engine = self.llm.llm_engine
@@ -129,6 +142,8 @@ class Engine:
             if (planned := swaps.get(str(steps))) is not None:
                 running = engine.get_num_unfinished_requests()
                 reports.append(self.swap(*planned) | {"running": running})
+            if (planned := policies.get(str(steps))) is not None:
+                reports.append(self.policy(*planned))
             for output in engine.step():
                 if output.finished:
                     done[output.request_id] = output.outputs[0]
@@ -139,18 +154,41 @@ class Engine:
                 [{str(t): lp.logprob for t, lp in at.items()} for at in done[r].logprobs or []]
                 for r in order
             ],
+            "versions": [
+                [(span.start, int(span.version)) for span in done[r].weight_versions]
+                for r in order
+            ],
             "swaps": reports,
             "steps": steps,
         }
 
     def swap(self, folder: str, version: int, sha256: str | None = None) -> dict[str, Any]:
-        if sha256 is None:
-            content = (Path(folder) / "model.safetensors").read_bytes()
-            sha256 = hashlib.sha256(content).hexdigest()
-        return self.llm.collective_rpc("paceline_swap", args=(folder, sha256, version, []))[0]
+        arguments = (folder, sha256 or digest(folder), version, [])
+        return self.llm.collective_rpc("paceline_swap", args=arguments)[0]
+
+    def policy(self, folder: str, version: int, sha256: str | None = None) -> dict[str, Any]:
+        """What rlcore.engine.policy_swap does, in this process; the last report."""
+        report = self.rpc("paceline_policy_stage", [folder, sha256 or digest(folder), version])
+        while report["error"] is None and not report["ready"]:
+            time.sleep(0.01)
+            report = self.rpc("paceline_policy_staged", [version])
+        if report["error"] is not None:
+            return report
+        self._core.pause_scheduler("keep", clear_cache=True)
+        try:
+            report = self.rpc("paceline_policy_apply", [version])
+            if report["error"] is None:
+                self._core.set_weight_version(str(version))
+        finally:
+            self._core.resume_scheduler()
+        return report
 
     def rpc(self, method: str, args: list[Any]) -> Any:
         return self.llm.collective_rpc(method, args=tuple(args))[0]
+
+
+def digest(folder: str) -> str:
+    return hashlib.sha256((Path(folder) / "model.safetensors").read_bytes()).hexdigest()
 
 
 def main() -> None:
