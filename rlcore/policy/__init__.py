@@ -1,0 +1,1 @@
+"""The policy in training: packed batches of rollouts, log-probabilities, the objective."""
