@@ -1,0 +1,31 @@
+"""What DAPO (Yu et al. 2025) does to rewards and batches before advantages are computed."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rlcore.algorithms.advantages import check_rewards
+from rlcore.algorithms.segments import BatchError, segment_constant
+
+
+def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int) -> Tensor:
+    """To be added to the rewards: 0 up to ``max_tokens`` - ``buffer``, from there linearly to -1.
+
+    ``lengths`` [n]: tokens sampled for each rollout; ``max_tokens``: the most it may sample. Returns
+    [n] float32. Raises BatchError unless 0 < buffer <= max_tokens.
+    """
+    if not 0 < buffer <= max_tokens:
+        raise BatchError(
+            f"the overlong buffer is {buffer} tokens; it must be at least 1 and at most the "
+            f"{max_tokens} that a rollout may sample"
+        )
+    return ((max_tokens - buffer - lengths).float() / buffer).clamp(-1.0, 0.0)
+
+
+def mixed_groups(rewards: Tensor, group: Tensor) -> Tensor:
+    """Dynamic sampling: True for the rollouts whose group has more than one reward, bool [n].
+
+    The others have no advantage and only fill the batch. Pass rewards before any shaping by length:
+    it would make groups differ that all succeed or all fail. Raises RewardError as advantages do.
+    """
+    return ~segment_constant(check_rewards(rewards, group), group)
