@@ -30,17 +30,18 @@ def main(argv: list[str] | None = None) -> int:
         print(f"paceline {version('paceline')}")
         return 0
     if words[0] not in commands:
-        return _fail(f"unknown command {words[0]!r}; there are: {', '.join(sorted(commands))}")
+        return fail(f"unknown command {words[0]!r}; there are: {', '.join(sorted(commands))}")
     try:
         command = commands[words[0]].load()
         return int(command(words[1:]))
     except PacelineError as error:
-        return _fail(str(error))
+        return fail(str(error))
     except KeyboardInterrupt:
         return 130
 
 
-def _fail(message: str) -> int:
+def fail(message: str) -> int:
+    """Say what is wrong; the exit code for it."""
     print(f"paceline: {message}", file=sys.stderr)
     return 2
 

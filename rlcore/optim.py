@@ -117,13 +117,15 @@ class MuonAdamW:
         betas: tuple[float, float] = (0.9, 0.95),
         orthogonalise_steps: int = 3,
         orthogonalise_block: int | None = None,
+        adamw_only: bool = False,
     ) -> None:
+        """``adamw_only``: no Muon, as is usual where a trained model is only moved a little."""
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         hidden: list[nn.Parameter] = []
         rest: list[nn.Parameter] = []
         for name, parameter in self.parameters.items():
             matrix = parameter.ndim == 2 and not any(part in name for part in NOT_HIDDEN)
-            (hidden if matrix else rest).append(parameter)
+            (hidden if matrix and not adamw_only else rest).append(parameter)
         self._parts: list[tuple[torch.optim.Optimizer, float]] = []
         if hidden:
             muon = Muon(

@@ -153,6 +153,23 @@ class DraftManifest(msgspec.Struct, frozen=True):
     schema: int = SCHEMA_VERSION
 
 
+class PolicyManifest(msgspec.Struct, frozen=True):
+    """Everything known of one policy version. It lies beside the weights as ``manifest.json``."""
+
+    version: int
+    """Optimizer updates that made it."""
+    parent: int | None
+    sha256: str
+    """Of ``model.safetensors``."""
+    base_id: str
+    """The model that the run began with."""
+    created: float = 0.0
+    """Seconds since the epoch."""
+    tokens_seen: int = 0
+    """Sampled tokens trained on up to this version."""
+    schema: int = SCHEMA_VERSION
+
+
 class AcceptanceCount(msgspec.Struct):
     """Verified drafts of one version, counted by draft position (index 0 is the first draft)."""
 

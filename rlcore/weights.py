@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import torch
@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from rlcore.errors import PacelineError
-from rlcore.records import DraftManifest
+from rlcore.records import DraftManifest, PolicyManifest
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -124,11 +124,15 @@ def read_checked(path: Path, sha256: str) -> tuple[Signature, dict[str, torch.Te
     return names, tensors
 
 
+M = TypeVar("M", DraftManifest, PolicyManifest)
+
+
 @dataclass(frozen=True)
-class WeightStore:
+class VersionStore(Generic[M]):
     """Versions under one folder. Safe for one writer and many readers."""
 
     root: Path
+    manifest_type: type[M]
 
     def folder(self, version: int) -> Path:
         return self.root / f"{version:06d}"
@@ -143,13 +147,13 @@ class WeightStore:
             if p.name.isdigit() and (p / MANIFEST).is_file()
         )
 
-    def manifest(self, version: int) -> DraftManifest:
+    def manifest(self, version: int) -> M:
         """Raises WeightError when there is no such version or its manifest cannot be read."""
         try:
             content = (self.folder(version) / MANIFEST).read_bytes()
-            return msgspec.json.decode(content, type=DraftManifest)
+            return msgspec.json.decode(content, type=self.manifest_type)
         except OSError:
-            raise WeightError("unknown_version", f"there is no draft version {version}") from None
+            raise WeightError("unknown_version", f"there is no version {version}") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise WeightError("malformed", f"manifest of version {version}: {error}") from None
 
@@ -157,15 +161,15 @@ class WeightStore:
         """Whether this version is here, with exactly these weights."""
         return version in self.versions() and self.manifest(version).sha256 == sha256
 
-    def manifests(self) -> list[DraftManifest]:
+    def manifests(self) -> list[M]:
         return [self.manifest(version) for version in self.versions()]
 
     def publish(
         self,
         tensors: Mapping[str, torch.Tensor],
         config: Mapping[str, Any],
-        manifest: DraftManifest,
-    ) -> DraftManifest:
+        manifest: M,
+    ) -> M:
         """Write a version and give back its manifest, with digest and time filled in."""
         content = save({name: t.detach().contiguous() for name, t in tensors.items()})
         manifest = msgspec.structs.replace(
@@ -177,12 +181,12 @@ class WeightStore:
         self._put(manifest.version, content, config_bytes, msgspec.json.encode(manifest))
         return manifest
 
-    def receive(self, version: int, files: Mapping[str, bytes | memoryview]) -> DraftManifest:
+    def receive(self, version: int, files: Mapping[str, bytes | memoryview]) -> M:
         """Take a version sent by the other side, checked in full first; raises WeightError."""
         if set(files) != set(FILES):
             raise WeightError("files", f"got {sorted(files)}, a version is {sorted(FILES)}")
         try:
-            manifest = msgspec.json.decode(files[MANIFEST], type=DraftManifest)
+            manifest = msgspec.json.decode(files[MANIFEST], type=self.manifest_type)
             msgspec.json.decode(files[CONFIG], type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise WeightError("malformed", str(error)) from None
@@ -223,3 +227,17 @@ class WeightStore:
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise WeightError("unwritable", f"{self.root}: {error.strerror}") from None
+
+
+class WeightStore(VersionStore[DraftManifest]):
+    """The drafts of one target."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, DraftManifest)
+
+
+class PolicyStore(VersionStore[PolicyManifest]):
+    """The policies of one run."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, PolicyManifest)

@@ -54,6 +54,8 @@ class PolicyBatch:
     """[S] float32."""
     temperatures: Tensor
     """[S] float32: that the token was sampled at."""
+    old_logprobs: Tensor | None = None
+    """[S] float32: by the policy before the first update on this batch; None where there is one."""
 
     @property
     def tokens(self) -> int:

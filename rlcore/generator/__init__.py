@@ -1,0 +1,1 @@
+"""What samples rollouts: a running Paceline server, reached by its URL."""

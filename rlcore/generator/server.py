@@ -1,0 +1,150 @@
+"""A running Paceline server as the generator, over its OpenAI-compatible API and our own routes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from rlcore.generator.base import Completion, GeneratorError, GeneratorStatus, Published
+from rlcore.records import Sampling
+
+REQUEST_DEADLINE = 600.0
+"""Seconds for one completion."""
+
+PUBLISH_DEADLINE = 300.0
+"""Seconds for a policy to be checked and to go live."""
+
+STATUS_DEADLINE = 15.0
+
+
+class ServerGenerator:
+    def __init__(self, url: str, model: str, api_key: str | None = None) -> None:
+        """``url``: of the server, without ``/v1``. ``model``: its name there."""
+        self.url = url.rstrip("/")
+        self._model = model
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx.AsyncClient(
+            base_url=self.url,
+            headers=headers,
+            timeout=httpx.Timeout(REQUEST_DEADLINE, connect=10.0),
+            limits=httpx.Limits(max_connections=None),
+        )
+
+    async def complete(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int,
+        *,
+        priority: int = 0,
+        tenant: str = "default",
+        learn: bool = True,
+    ) -> Completion:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "prompt": list(prompt_ids),
+            "max_tokens": max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "priority": priority,
+        }
+        headers = {
+            "x-paceline-tenant": tenant,
+            "x-paceline-learn": "1" if learn else "0",
+            "x-paceline-policy-versions": "1",
+        }
+        answer = await self._post("/v1/completions", body, REQUEST_DEADLINE, headers)
+        try:
+            return _completion(answer)
+        except (KeyError, TypeError, ValueError) as error:
+            raise GeneratorError(
+                f"{self.url} answered without what a rollout needs ({error!r}); is it a Paceline "
+                "server of this version?"
+            ) from None
+
+    async def publish(self, version: int, folder: Path, sha256: str) -> Published:
+        body = {"version": version, "folder": str(folder), "sha256": sha256}
+        answer = await self._post("/v1/paceline/policy", body, PUBLISH_DEADLINE, {})
+        return Published(version, answer["stall_seconds"], answer["frozen_tokens"])
+
+    async def status(self) -> GeneratorStatus:
+        answer = await self._request("GET", "/v1/paceline/status", None, STATUS_DEADLINE, {})
+        total = answer["acceptance"]["total"]
+        return GeneratorStatus(
+            policy_version=answer["target"]["version"],
+            draft_version=answer["draft"]["live"],
+            emitted=total["emitted"],
+            draft_steps=total["steps"],
+            plain_steps=total["plain_steps"],
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _post(
+        self, path: str, body: dict[str, Any], deadline: float, headers: dict[str, str]
+    ) -> dict[str, Any]:
+        return await self._request("POST", path, body, deadline, headers)
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        deadline: float,
+        headers: dict[str, str],
+    ) -> dict[str, Any]:
+        try:
+            response = await self._client.request(
+                method, path, json=body, timeout=deadline, headers=headers
+            )
+        except httpx.TimeoutException:
+            raise GeneratorError(
+                f"{self.url}{path} did not answer within {deadline:.0f} s"
+            ) from None
+        except httpx.HTTPError as error:
+            raise GeneratorError(
+                f"{self.url} cannot be reached ({type(error).__name__})", gone=True
+            ) from None
+        if response.status_code >= 400:
+            raise GeneratorError(f"{self.url}{path}: {_error_of(response)}")
+        try:
+            answer: dict[str, Any] = response.json()
+        except json.JSONDecodeError:
+            raise GeneratorError(f"{self.url}{path} did not answer in JSON") from None
+        return answer
+
+
+def _error_of(response: httpx.Response) -> str:
+    """The message of an OpenAI-style error, or whatever the server said."""
+    try:
+        return f"{response.status_code}: {response.json()['error']['message']}"
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return f"{response.status_code}: {response.text[:200]}"
+
+
+def _completion(answer: dict[str, Any]) -> Completion:
+    choice = answer["choices"][0]
+    token_ids: list[int] = choice["token_ids"]
+    logprobs: list[float] = choice["logprobs"]["token_logprobs"]
+    paceline = answer["usage"]["paceline"]
+    spans: list[list[int]] = paceline["policy_versions"][0]
+    if len(logprobs) != len(token_ids):
+        raise ValueError(f"{len(logprobs)} log-probabilities of {len(token_ids)} tokens")
+    versions = [0] * len(token_ids)
+    for first, version in spans:
+        versions[first:] = [version] * len(versions[first:])
+    return Completion(
+        token_ids=token_ids,
+        logprobs=[min(0.0, value) for value in logprobs],
+        policy_versions=versions,
+        finish_reason=choice["finish_reason"],
+        draft_version=max((d["version"] for d in paceline["drafts"]), default=-1),
+    )

@@ -1,0 +1,87 @@
+"""Accuracy on held-out tasks, with its standard error."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlcore.environments.chat import Chat
+from rlcore.environments.host import EnvironmentFailure, EnvironmentHost
+from rlcore.records import Sampling
+from rlcore.rl.episode import Complete, Limits, PromptTooLong, play
+from rlcore.rollout import Rollout
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    tasks: int
+    samples: int
+    """Of each task."""
+    accuracy: float
+    """Mean over tasks of the share of right samples."""
+    standard_error: float
+    """Of that mean, over tasks."""
+    reward: float
+    length: float
+    """Mean tokens sampled."""
+    failed: int
+    """Episodes that the environment failed in; they are left out."""
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "eval/accuracy": self.accuracy,
+            "eval/standard_error": self.standard_error,
+            "eval/reward": self.reward,
+            "eval/length": self.length,
+            "eval/failed": self.failed,
+        }
+
+
+async def evaluate(
+    host: EnvironmentHost,
+    chat: Chat,
+    complete: Complete,
+    limits: Limits,
+    sampling: Sampling,
+    tasks: int,
+    samples: int,
+    concurrency: int,
+) -> tuple[Evaluation, list[Rollout]]:
+    """The first ``tasks`` held-out tasks, ``samples`` times each."""
+    slots = asyncio.Semaphore(concurrency)
+    size = host.sizes["test"]
+    count = tasks if size is None else min(tasks, size)
+
+    async def one(index: int, number: int) -> Rollout | None:
+        async with slots:
+            task = await host.task("test", index)
+            name = f"eval-{index}.{number}"
+            try:
+                return await play(task, name, str(index), host, chat, complete, sampling, limits)
+            except (EnvironmentFailure, PromptTooLong):
+                return None
+
+    played = await asyncio.gather(*(one(i, n) for i in range(count) for n in range(samples)))
+    by_task = [played[i * samples : (i + 1) * samples] for i in range(count)]
+    return summarise(by_task, samples), [r for r in played if r is not None]
+
+
+def summarise(by_task: Sequence[Sequence[Rollout | None]], samples: int) -> Evaluation:
+    """Tasks without a single sample are left out; with none left the accuracy is NaN."""
+    whole = [[r for r in task if r is not None] for task in by_task]
+    scored = [task for task in whole if task]
+    shares = [sum(r.correct for r in task) / len(task) for task in scored]
+    flat = [r for task in scored for r in task]
+    error = statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else math.nan
+    return Evaluation(
+        tasks=len(scored),
+        samples=samples,
+        accuracy=statistics.fmean(shares) if shares else math.nan,
+        standard_error=error,
+        reward=statistics.fmean(r.reward for r in flat) if flat else math.nan,
+        length=statistics.fmean(r.sampled for r in flat) if flat else math.nan,
+        failed=sum(len(task) for task in by_task) - len(flat),
+    )

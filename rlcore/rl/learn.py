@@ -1,0 +1,147 @@
+"""The trainer's side of a run: batches of finished groups in, a better policy out."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.algorithms.advantages import ADVANTAGES
+from rlcore.algorithms.recipes import Recipe
+from rlcore.optim import MuonAdamW
+from rlcore.policy.model import config_of, load_policy, weights
+from rlcore.policy.objective import PolicyObjective, with_old_logprobs
+from rlcore.policy.packing import PolicyBatch, WeightedRollout, pack
+from rlcore.rl.settings import RLTrainSettings
+from rlcore.rollout import Rollout
+from rlcore.trainer import Schedule, Trainer, UpdateMetrics
+
+
+@dataclass(frozen=True)
+class BatchReport:
+    """What became of one batch."""
+
+    updates: list[UpdateMetrics]
+    tokens: int
+    """Sampled tokens in the loss."""
+    computed: int
+    """Tokens that a pass computed, shared prompts once."""
+
+    @property
+    def trained(self) -> bool:
+        """Whether any optimizer update was taken."""
+        return any(update.skipped is None for update in self.updates)
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the updates that were taken."""
+        taken = [update for update in self.updates if update.skipped is None]
+        if not taken:
+            return {}
+        names = taken[0].metrics
+        means = {name: sum(u.metrics[name] for u in taken) / len(taken) for name in names}
+        return means | {
+            "loss": sum(u.loss for u in taken) / len(taken),
+            "grad_norm": sum(u.grad_norm for u in taken) / len(taken),
+            "lr": taken[-1].lr_factor,
+        }
+
+
+class PolicyLearner:
+    """The policy in training. Its calls block: run them in a thread."""
+
+    def __init__(self, settings: RLTrainSettings, folder: Path) -> None:
+        options = settings.optimiser
+        self.recipe: Recipe = settings.chosen_recipe()
+        self.device = torch.device(_device(options.device))
+        self.micro_batch_tokens = options.micro_batch_tokens
+        """For the balance controller to set."""
+        self._updates_per_batch = options.updates_per_batch
+        self.policy = load_policy(folder, self.device)
+        reference = None
+        if self.recipe.needs_reference:
+            reference = load_policy(folder, self.device).requires_grad_(False)
+        self.trainer: Trainer[Any, PolicyBatch] = Trainer(
+            self.policy,
+            PolicyObjective(self.recipe, settings.sampling.max_tokens, reference),
+            MuonAdamW(
+                self.policy.named_parameters(),
+                adamw_only=True,
+                adamw_lr=options.lr,
+                weight_decay=options.weight_decay,
+                betas=(0.9, 0.999),
+            ),
+            Schedule(warmup=options.warmup),
+            max_grad_norm=options.max_grad_norm,
+            seed=settings.seed,
+        )
+
+    def train(self, groups: Sequence[Sequence[Rollout]]) -> BatchReport:
+        """One batch: ``updates_per_batch`` optimizer updates, each on its share of the groups."""
+        weighted = self._weighted(groups)
+        shares = [
+            [w for group in weighted[i :: self._updates_per_batch] for w in group]
+            for i in range(self._updates_per_batch)
+        ]
+        packed = [pack(share, self.micro_batch_tokens) for share in shares if share]
+        packed = [[_to(batch, self.device) for batch in batches] for batches in packed]
+        if len(packed) > 1:
+            packed = [[with_old_logprobs(self.policy, b) for b in batches] for batches in packed]
+        updates = [self.trainer.update(batches) for batches in packed]
+        flat = [batch for batches in packed for batch in batches]
+        return BatchReport(
+            updates=updates,
+            tokens=sum(len(batch.labels) for batch in flat),
+            computed=sum(batch.tokens for batch in flat),
+        )
+
+    def _weighted(self, groups: Sequence[Sequence[Rollout]]) -> list[list[WeightedRollout]]:
+        """Advantages are taken over the whole batch: some recipes normalise by all of it."""
+        rewards = torch.tensor([r.reward for group in groups for r in group], dtype=torch.float32)
+        index = torch.tensor([g for g, group in enumerate(groups) for _ in group])
+        advantages = iter(ADVANTAGES[self.recipe.advantage](rewards, index).tolist())
+        sequence = iter(range(len(rewards)))
+        return [
+            [WeightedRollout(rollout, next(advantages), next(sequence)) for rollout in group]
+            for group in groups
+        ]
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """The policy's weights on the CPU, to be published; those of a CPU policy are not copied."""
+        return {name: tensor.cpu() for name, tensor in weights(self.policy).items()}
+
+    def config(self) -> dict[str, Any]:
+        return config_of(self.policy)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return self.trainer.state()
+
+    def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
+        self.trainer.load_state(tensors, counters)
+
+
+def set_threads(threads: int | None) -> int:
+    """Half the cores unless told otherwise: the engine has the rest. Returns the number."""
+    count = threads or max(1, math.ceil(len(os.sched_getaffinity(0)) / 2))
+    torch.set_num_threads(count)
+    return count
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _to(batch: PolicyBatch, device: torch.device) -> PolicyBatch:
+    if device.type == "cpu":
+        return batch
+    moved = {
+        name: value.to(device) for name, value in vars(batch).items() if isinstance(value, Tensor)
+    }
+    return PolicyBatch(**{**vars(batch), **moved})

@@ -1,0 +1,95 @@
+"""A run's checkpoint: policy, optimizer, random states, books, and the groups that wait."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from rlcore.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from rlcore.errors import UsageError
+from rlcore.rl.rollouts import Books
+from rlcore.rollout import Rollout
+
+FOLDER = "checkpoint"
+
+
+@dataclass(frozen=True)
+class Saved:
+    tensors: dict[str, torch.Tensor]
+    counters: dict[str, Any]
+    """The trainer's."""
+    books: dict[str, Any]
+    waiting: dict[str, list[Rollout]]
+    controllers: dict[str, Any]
+
+    @property
+    def update(self) -> int:
+        return int(self.books["admission"]["version"])
+
+
+def save(
+    out: Path,
+    identity: Mapping[str, Any],
+    state: tuple[dict[str, torch.Tensor], dict[str, Any]],
+    books: Books,
+    waiting: Mapping[str, list[Rollout]],
+    controllers: Mapping[str, Any],
+) -> None:
+    """``identity``: what a resumed run must have in common. Raises OSError and leaves the old one."""
+    tensors, counters = state
+    facts = {
+        "identity": dict(identity),
+        "counters": counters,
+        "books": {
+            "admission": books.admission.state(),
+            "order": books.order.state(),
+            "ledger": books.ledger.state(),
+        },
+        "waiting": {name: msgspec.to_builtins(group) for name, group in waiting.items()},
+        "controllers": dict(controllers),
+    }
+    save_checkpoint(out / FOLDER, tensors, facts)
+
+
+def load(out: Path, identity: Mapping[str, Any]) -> Saved:
+    """Raises UsageError when there is none, it is damaged, or of another run."""
+    try:
+        found = load_checkpoint(out / FOLDER)
+    except CheckpointError as error:
+        raise UsageError(
+            f"the checkpoint cannot be read ({error}); start anew in another --out"
+        ) from None
+    if found is None:
+        raise UsageError(f"{out} holds no checkpoint to resume from; leave out --resume")
+    tensors, facts = found
+    for name, value in identity.items():
+        if facts["identity"][name] != value:
+            raise UsageError(
+                f"the checkpoint in {out} has {name} {facts['identity'][name]}, this run {value}; "
+                "resume with the same, or give another --out"
+            )
+    return Saved(
+        tensors=tensors,
+        counters=facts["counters"],
+        books=facts["books"],
+        waiting=msgspec.convert(facts["waiting"], dict[str, list[Rollout]]),
+        controllers=facts["controllers"],
+    )
+
+
+def restore(books: Books, saved: Saved) -> None:
+    """The books as they were; what was under way is to be done again, what is finished waits."""
+    books.order.load_state(saved.books["order"], [int(name) for name in saved.waiting])
+    books.ledger.load_state(saved.books["ledger"])
+    books.admission.load_state(saved.books["admission"])
+    for name in books.admission.running:
+        books.admission.dropped(name)
+    kept = {r.rollout_id for group in saved.waiting.values() for r in group}
+    for rollout in books.ledger.open:
+        if rollout not in kept:
+            books.ledger.lost(rollout)

@@ -1,0 +1,142 @@
+"""Settings of ``rl-train``: one TOML file and flags over it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, SecretStr, field_validator, model_validator
+
+from rlcore.algorithms.recipes import Recipe, RecipeError, recipe_named
+from rlcore.settings import CommonSettings, Method
+
+RECIPE_FIELDS = frozenset(f.name for f in dataclasses.fields(Recipe)) - {"name", "source"}
+
+
+class EnvironmentOptions(BaseModel, extra="forbid"):
+    """What is practised."""
+
+    name: str = Field(
+        "reasoning_gym:chain_sum", description="Environment: see docs/environments.md"
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="The environment's own options"
+    )
+    workers: int = Field(1, ge=1, le=256, description="Processes that environments run in")
+    deadline_s: float = Field(30.0, gt=0, description="Seconds for one reset, step or score")
+    max_turns: int = Field(1, ge=1, le=1000, description="Replies of the policy in an episode")
+
+
+class SamplingOptions(BaseModel, extra="forbid"):
+    """How rollouts are sampled."""
+
+    temperature: float = Field(1.0, gt=0, le=4, description="Sampling temperature")
+    adapt_temperature: bool = Field(
+        False, description="Move the temperature with entropy and the share of equal groups"
+    )
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus; the trainer only knows 1")
+    max_prompt_tokens: int = Field(512, ge=1, description="A longer prompt fails the task")
+    max_tokens: int = Field(
+        256, ge=1, description="Tokens that the policy may sample in an episode"
+    )
+
+    @field_validator("top_p")
+    @classmethod
+    def _whole_distribution(cls, top_p: float) -> float:
+        if top_p != 1.0:
+            raise ValueError(
+                "the trainer computes log-probabilities over the whole vocabulary; leave it at 1"
+            )
+        return top_p
+
+
+class OptimiserOptions(BaseModel, extra="forbid"):
+    """How the policy is moved."""
+
+    lr: float = Field(1e-6, gt=0, description="AdamW's learning rate")
+    warmup: int = Field(0, ge=0, description="Updates of linear warm-up")
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0, description="Norm that the gradient is clipped to")
+    micro_batch_tokens: int = Field(4096, ge=16, description="Tokens computed at a time")
+    updates_per_batch: int = Field(1, ge=1, le=16, description="Optimizer updates on one batch")
+    threads: int | None = Field(None, ge=1, description="Threads on a CPU; default: half the cores")
+    device: str = Field("auto", description="'auto', 'cpu', or a CUDA device")
+
+
+class EngineOptions(BaseModel, extra="forbid"):
+    """The server that samples: one is started, or a running one is used."""
+
+    url: str | None = Field(None, description="A running Paceline server; default: one is started")
+    api_key: SecretStr | None = Field(None, description="Its key")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "float32", description="Type the policy is served in; bfloat16 swallows small updates"
+    )
+    draft: str = Field("auto", description="Drafter to start from, as in paceline serve")
+    draft_method: Method = Field("eagle3", description="Type of the drafter")
+    speculative_tokens: int = Field(3, ge=1, le=16, description="K, the tokens drafted in a step")
+    speculation: Literal["adaptive", "fixed", "off"] = Field(
+        "adaptive", description="'off' drafts nothing"
+    )
+    learn_drafts: bool = Field(True, description="The drafter learns on as the policy moves")
+    threads: int | None = Field(None, ge=1, description="Threads on a CPU; default: half the cores")
+    max_model_len: int | None = Field(None, ge=16, description="Longest sequence, tokens")
+    engine_args: list[str] = Field(default_factory=list, description="vLLM's own arguments")
+
+
+class RLTrainSettings(CommonSettings):
+    """Train a policy with reinforcement learning on the engine that serves it.
+
+    usage: rl-train PRESET|FILE.toml [flags]. Every flag can also stand in the file, those with a dot
+    in a section of it.
+    """
+
+    model: str = Field(
+        "embedded", description="Policy to start from: 'embedded', a folder, or an id"
+    )
+    out: Path = Field(description="Folder of the run: checkpoints, logs, and in the end the policy")
+    algorithm: str = Field("dapo", description="Recipe, see docs/rl-train.md")
+    recipe: dict[str, Any] = Field(
+        default_factory=dict, description="Parts of the recipe that are to be others"
+    )
+    updates: int = Field(100, ge=1, description="Optimizer updates of the run")
+    groups_per_update: int = Field(16, ge=1, description="Groups (prompts) in an update")
+    group_size: int = Field(8, ge=2, description="Rollouts of one prompt")
+    max_off_policy_steps: int = Field(
+        1, ge=0, description="Updates that a rollout's oldest token may be behind"
+    )
+    concurrency: int = Field(32, ge=1, description="Rollouts that run at a time, at most")
+    balance: bool = Field(True, description="Adapt concurrency to what the trainer takes")
+    seed: int = Field(0, description="Of the order of tasks")
+    minutes: float | None = Field(None, gt=0, description="End after so long, as if complete")
+    evaluate_every: int = Field(10, ge=0, description="Updates between evaluations; 0: none")
+    evaluate_tasks: int = Field(128, ge=1, description="Held-out tasks in an evaluation")
+    evaluate_samples: int = Field(1, ge=1, description="Samples a task; 1 is greedy")
+    evaluate_temperature: float = Field(0.0, ge=0, description="0 is greedy")
+    checkpoint_every: int = Field(10, ge=1, description="Updates between two checkpoints")
+    resume: bool = Field(False, description="Go on from the last checkpoint in --out")
+    dry_run: bool = Field(False, description="Check everything that can be, and start nothing")
+    environment: EnvironmentOptions = Field(default_factory=EnvironmentOptions)
+    sampling: SamplingOptions = Field(default_factory=SamplingOptions)
+    optimiser: OptimiserOptions = Field(default_factory=OptimiserOptions)
+    engine: EngineOptions = Field(default_factory=EngineOptions)
+
+    @model_validator(mode="after")
+    def _recipe_fits(self) -> RLTrainSettings:
+        try:
+            self.chosen_recipe()
+        except RecipeError as error:
+            raise ValueError(str(error)) from None
+        if self.evaluate_temperature == 0 and self.evaluate_samples > 1:
+            raise ValueError("several greedy samples are all the same; give evaluate-temperature")
+        return self
+
+    def chosen_recipe(self) -> Recipe:
+        """The named recipe with the parts that were changed; raises RecipeError."""
+        recipe = recipe_named(self.algorithm)
+        if unknown := set(self.recipe) - RECIPE_FIELDS:
+            raise RecipeError(
+                f"a recipe has no {', '.join(sorted(unknown))}; its parts are "
+                f"{', '.join(sorted(RECIPE_FIELDS))}"
+            )
+        return dataclasses.replace(recipe, **self.recipe) if self.recipe else recipe

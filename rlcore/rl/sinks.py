@@ -1,0 +1,65 @@
+"""Where a run's figures go: JSON lines and TensorBoard, both in its folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+METRICS = "metrics.jsonl"
+TRAINED = "trained.jsonl"
+SAMPLES = "samples.jsonl"
+
+
+class Sinks:
+    """``resumed_at``: the update that a resumed run goes on from; later lines are taken out."""
+
+    def __init__(self, folder: Path, resumed_at: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._folder = folder
+        for name in (METRICS, TRAINED, SAMPLES):
+            keep_until(folder / name, -1 if resumed_at is None else resumed_at)
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_at)
+
+    def metrics(self, update: int, figures: Mapping[str, float]) -> None:
+        """Figures that are not finite are left out."""
+        finite = {name: value for name, value in figures.items() if math.isfinite(value)}
+        self._write(METRICS, {"update": update, **finite})
+        for name, value in finite.items():
+            self._board.add_scalar(name, value, update)
+        self._board.flush()
+
+    def trained(self, update: int, groups: Mapping[str, str]) -> None:
+        """Which groups an update was taken on, and of which tasks they were."""
+        self._write(TRAINED, {"update": update, "groups": groups})
+
+    def samples(self, update: int, samples: list[dict[str, Any]]) -> None:
+        """Some rollouts, for people to read."""
+        for sample in samples:
+            self._write(SAMPLES, {"update": update, **sample})
+
+    def _write(self, name: str, line: Mapping[str, Any]) -> None:
+        with open(self._folder / name, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        self._board.close()
+
+
+def keep_until(path: Path, update: int) -> None:
+    """Drop the lines of updates after this one, and one that was cut off."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["update"] <= update:
+                kept.append(line + "\n")
+        except (json.JSONDecodeError, KeyError, TypeError):
+            continue
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(kept))
+    partial.replace(path)
