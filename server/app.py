@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 from prometheus_client import REGISTRY
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -23,6 +24,7 @@ from vllm.entrypoints.launchers.launcher import serve_http
 
 from rlcore.engine.frontend import PacelineLLM, Ticket
 from rlcore.engine.launch import start_engine
+from rlcore.engine.policy_swap import swap_policy
 from rlcore.errors import PacelineError
 from rlcore.log import get_logger
 from rlcore.records import RequestEnd
@@ -33,6 +35,7 @@ from server.learner_link import LearnerLink
 from server.learner_process import LearnerProcess
 from server.metrics import PacelineCollector
 from server.middleware import DraftAccount, KeyGuard
+from server.policy import Policy
 from server.routes import router
 from server.status import ServerState
 
@@ -57,16 +60,14 @@ async def serve(
     link_endpoint: str,
     learner_endpoint: str | None,
     learner: LearnerProcess | None,
-    target_version: int,
+    policy: Policy,
 ) -> None:
     """Bring everything up, serve, and take it down again in the opposite order."""
     engine_link = EngineLink(link_endpoint)
     background = [engine_link.run()]
     learner_link = None
     if learner_endpoint is not None:
-        learner_link = LearnerLink(
-            learner_endpoint, drafts, target_version, settings.speculative_tokens
-        )
+        learner_link = LearnerLink(learner_endpoint, drafts, policy, settings.speculative_tokens)
         background.append(learner_link.run())
     if learner is not None:
         background.append(learner.run())  # it starts while the engine does
@@ -74,9 +75,10 @@ async def serve(
         drafts=drafts,
         engine_link=engine_link,
         learner_link=learner_link,
+        policy=policy,
         target_id=drafts.target_id,
-        target_version=target_version,
         speculative_tokens=settings.speculative_tokens,
+        guarded=settings.api_key is not None,
         started=time.time(),
     )
     engine_link.on_report.append(state.look_for_collapse)
@@ -89,7 +91,8 @@ async def serve(
                 f"the engine did not start: {reason} (its own words are above)"
             ) from None
         try:
-            connect(llm, drafts, engine_link)
+            connect(llm, drafts, policy, engine_link)
+            await llm.update_weight_version(str(policy.live))
             await engine_link.wait_for_worker(WORKER_DEADLINE)
             app = await build(settings, args, llm, state)
             REGISTRY.register(PacelineCollector(state))
@@ -120,8 +123,8 @@ async def serve(
             engine_link.close()
 
 
-def connect(llm: PacelineLLM, drafts: Drafts, link: EngineLink) -> None:
-    """Give the drafts their engine, and the engine's request ends their link."""
+def connect(llm: PacelineLLM, drafts: Drafts, policy: Policy, link: EngineLink) -> None:
+    """Give the drafts and the policy their engine, and the engine's request ends their link."""
 
     async def swap(folder: str, sha256: str, version: int, rates: list[float]) -> dict[str, Any]:
         arguments = (folder, sha256, version, rates)
@@ -132,8 +135,12 @@ def connect(llm: PacelineLLM, drafts: Drafts, link: EngineLink) -> None:
     def on_end(request_id: str, output_tokens: int, ticket: Ticket) -> None:
         link.send_end(RequestEnd(request_id, output_tokens, ticket.tenant, ticket.learn))
 
+    async def swap_target(folder: str, sha256: str, version: int) -> dict[str, Any]:
+        return msgspec.to_builtins(await swap_policy(llm, folder, sha256, version))
+
     llm.on_end = on_end
     drafts.connect(swap)
+    policy.connect(swap_target)
 
 
 async def build(
@@ -154,7 +161,7 @@ async def build(
 
     # vLLM has built the middleware stack already, so ours goes around it.
     stack = app.middleware_stack or app.build_middleware_stack()
-    stack = DraftAccount(stack, state.drafts, acceptance_of)
+    stack = DraftAccount(stack, state.drafts, state.policy, acceptance_of)
     if settings.api_key is not None:
         stack = KeyGuard(stack, settings.api_key.get_secret_value())
     app.middleware_stack = stack

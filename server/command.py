@@ -18,11 +18,12 @@ from rlcore.target import local_model, model_identity
 from rlcore.transport import EndpointError, learner_endpoints
 from rlcore.weights import WeightStore
 from server.drafts import DraftError, Drafts, expected_rates
+from server.policy import Policy
 
 log = get_logger("server")
 
 TARGET_VERSION = 0
-"""Serving alone never changes the target."""
+"""The served target's; policies published to the running server count on from it."""
 
 
 class StartError(PacelineError):
@@ -67,13 +68,14 @@ def _serve(settings: ServeSettings, home: Home) -> int:
     given = settings.target
     name = settings.served_model_name or (given if _is_hub_id(given, target) else target.name)
     args = engine_arguments(settings, target, name, draft_folder(drafts), options)
+    policy = Policy(target, TARGET_VERSION)
     learner = None
     if settings.learner == "local" and learner_base is not None:
         learner = LearnerProcess(_learner_arguments(settings, home, target, learner_base))
     try:
         with sock:
             asyncio.run(
-                serve(settings, args, sock, drafts, link_endpoint, control, learner, TARGET_VERSION)
+                serve(settings, args, sock, drafts, link_endpoint, control, learner, policy)
             )
     except EndpointError as error:
         raise StartError(str(error)) from None

@@ -29,6 +29,7 @@ from rlcore.records import (
 from rlcore.transport import MAX_WEIGHT_FRAME_BYTES, open_socket
 from rlcore.weights import WeightError
 from server.drafts import DraftError, Drafts
+from server.policy import Policy
 
 log = get_logger("server")
 
@@ -41,7 +42,7 @@ ALIVE_FOR = 15.0
 
 
 class LearnerLink:
-    def __init__(self, endpoint: str, drafts: Drafts, target_version: int, tokens: int) -> None:
+    def __init__(self, endpoint: str, drafts: Drafts, policy: Policy, tokens: int) -> None:
         self._socket = open_socket(
             zmq.asyncio.Context.instance(),
             zmq.DEALER,
@@ -50,7 +51,7 @@ class LearnerLink:
             max_frame_bytes=MAX_WEIGHT_FRAME_BYTES,
         )
         self._drafts = drafts
-        self._target_version = target_version
+        self._policy = policy
         self._speculative_tokens = tokens
         self._awaited: dict[int, asyncio.Future[dict[str, bytes]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -58,6 +59,7 @@ class LearnerLink:
         self.reported_at: float | None = None
         self.rejected: dict[str, int] = {}
         drafts.on_change.append(self._say_hello_soon)
+        policy.on_change.append(self._say_hello_soon)
 
     @property
     def age(self) -> float | None:
@@ -177,7 +179,7 @@ class LearnerLink:
         await self._send(
             Hello(
                 self._drafts.target_id,
-                self._target_version,
+                self._policy.live,
                 self._drafts.method,
                 self._speculative_tokens,
                 self._drafts.live,

@@ -21,6 +21,7 @@ class PacelineCollector(Collector):
         yield from self._acceptance()
         yield from self._traces()
         yield from self._swaps()
+        yield from self._policy()
         yield from self._learner()
 
     def _acceptance(self) -> Iterator[Metric]:
@@ -104,6 +105,23 @@ class PacelineCollector(Collector):
             "paceline_rollbacks",
             "Live versions found worse than an earlier one and taken back",
             value=len(drafts.history.rollbacks()),
+        )
+
+    def _policy(self) -> Iterator[Metric]:
+        policy = self._state.policy
+        yield GaugeMetricFamily(
+            "paceline_policy_version", "The live version of the target", value=policy.live
+        )
+        yield CounterMetricFamily(
+            "paceline_policy_swaps", "Versions of the target that went live", value=policy.count
+        )
+        yield _by_reason(
+            "paceline_failed_policy_swaps", "Versions refused or undone, by reason", policy.failed
+        )
+        yield CounterMetricFamily(
+            "paceline_policy_stall_seconds",
+            "Seconds the engine stood still for versions of the target",
+            value=policy.stall_seconds,
         )
 
     def _learner(self) -> Iterator[Metric]:

@@ -17,9 +17,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlcore.engine.frontend import Ticket, current_ticket
 from server.drafts import Drafts
+from server.policy import Policy
 
 VERSION_HEADER = b"x-paceline-draft-version"
+POLICY_HEADER = b"x-paceline-policy-version"
 USAGE_HEADER = b"x-paceline-usage"
+POLICIES_HEADER = b"x-paceline-policy-versions"
 LEARN_HEADER = b"x-paceline-learn"
 TENANT_HEADER = b"x-paceline-tenant"
 TENANT_NAME = re.compile(rb"[A-Za-z0-9._@-]{1,64}")
@@ -64,17 +67,22 @@ class KeyGuard:
 
 
 class DraftAccount:
-    """Gives each request a ticket, says which draft version served it, and adds it to the usage.
+    """Gives each request a ticket, says which versions served it, and adds them to the usage.
 
-    The header carries the version at admission. With ``x-paceline-usage: true`` the final usage also
-    lists every version that drafted for the request, with its acceptance counts. With
+    The headers carry the versions at admission. With ``x-paceline-usage: true`` the final usage also
+    lists every version that drafted for the request, with its acceptance counts; with
+    ``x-paceline-policy-versions: true`` it lists, for each choice, from which output token on each
+    version of the target sampled. With
     ``x-paceline-learn: false`` nothing of the request is learned from; ``x-paceline-tenant`` names
     the tenant it belongs to (set by the gateway in front: nothing here proves it).
     """
 
-    def __init__(self, app: ASGIApp, drafts: Drafts, acceptance_of: AcceptanceOf) -> None:
+    def __init__(
+        self, app: ASGIApp, drafts: Drafts, policy: Policy, acceptance_of: AcceptanceOf
+    ) -> None:
         self.app = app
         self._drafts = drafts
+        self._policy = policy
         self._acceptance_of = acceptance_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,13 +96,19 @@ class DraftAccount:
             await _bad_request(str(error))(scope, receive, send)
             return
         current_ticket.set(ticket)
-        version = str(self._drafts.live).encode()
-        wants_usage = headers.get(USAGE_HEADER, b"").lower() in TRUE
-        account = _UsageWriter(send, ticket, self._acceptance_of) if wants_usage else None
+        versions = [
+            (VERSION_HEADER, str(self._drafts.live).encode()),
+            (POLICY_HEADER, str(self._policy.live).encode()),
+        ]
+        usage = headers.get(USAGE_HEADER, b"").lower() in TRUE
+        policies = headers.get(POLICIES_HEADER, b"").lower() in TRUE
+        account = None
+        if usage or policies:
+            account = _UsageWriter(send, ticket, self._acceptance_of if usage else None, policies)
 
         async def send_on(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), (VERSION_HEADER, version)]
+                message["headers"] = [*message.get("headers", []), *versions]
             await (account(message) if account else send(message))
 
         await self.app(scope, receive, send_on)
@@ -119,10 +133,13 @@ def _bad_request(message: str) -> JSONResponse:
 class _UsageWriter:
     """Adds ``usage.paceline`` to a JSON body, or to the usage event of an event stream."""
 
-    def __init__(self, send: Send, ticket: Ticket, acceptance_of: AcceptanceOf) -> None:
+    def __init__(
+        self, send: Send, ticket: Ticket, acceptance_of: AcceptanceOf | None, policies: bool
+    ) -> None:
         self._send = send
         self._ticket = ticket
         self._acceptance_of = acceptance_of
+        self._policies = policies
         self._start: Message | None = None
         self._stream = False
         self._buffer = b""
@@ -175,6 +192,10 @@ class _UsageWriter:
             return content
         if running and holder.get("choices"):
             return content
-        versions = await self._acceptance_of(self._ticket.engine_ids)
-        holder["usage"]["paceline"] = {"versions": versions}
+        account: dict[str, Any] = {}
+        if self._acceptance_of is not None:
+            account["versions"] = await self._acceptance_of(self._ticket.engine_ids)
+        if self._policies:
+            account["policy_versions"] = self._ticket.policy_versions
+        holder["usage"]["paceline"] = account
         return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()

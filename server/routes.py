@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ipaddress
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, HTTPException, Request
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
 from rlcore.weights import WeightError
 from server.drafts import DraftError
+from server.policy import PolicyError
 from server.status import ServerState, acceptance_view, status
 
 router = APIRouter(prefix="/v1/paceline", tags=["paceline"])
@@ -48,6 +52,50 @@ async def get_drafts(request: Request) -> dict[str, Any]:
             for m in manifests
         ],
     }
+
+
+class PolicyVersion(BaseModel):
+    """A checkpoint to make live."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    folder: Path
+    """Absolute, as the server sees it: ``config.json`` and ``model.safetensors``."""
+    version: int = Field(ge=0)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    """Of ``model.safetensors``."""
+
+
+@router.get("/policy")
+async def get_policy(request: Request) -> dict[str, Any]:
+    """The live version of the target, and every swap since the start, oldest first."""
+    policy = _state(request).policy
+    return {
+        "live": policy.live,
+        "sha256": policy.sha256,
+        "swaps": msgspec.to_builtins(list(policy.swaps)),
+        "failed": policy.failed,
+    }
+
+
+@router.post("/policy")
+async def post_policy(request: Request, version: PolicyVersion) -> dict[str, Any]:
+    """Make a checkpoint the live target; running requests go on under it.
+
+    It names a folder of the server's machine, so without a key only that machine may ask.
+    """
+    state = _state(request)
+    if not state.guarded and not _is_local(request):
+        raise HTTPException(403, "without --api-key only this machine may change the policy")
+    try:
+        swap = await state.policy.publish(version.folder, version.version, version.sha256)
+    except PolicyError as error:
+        raise HTTPException(409, str(error)) from None
+    return {"live": state.policy.live, **msgspec.to_builtins(swap)}
+
+
+def _is_local(request: Request) -> bool:
+    return request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
 
 
 @router.get("/history")

@@ -14,6 +14,7 @@ from server.collapse import CollapseAlarm
 from server.drafts import Drafts
 from server.engine_link import EngineLink
 from server.learner_link import LearnerLink
+from server.policy import Policy
 
 log = get_logger("server")
 
@@ -25,10 +26,12 @@ class ServerState:
     drafts: Drafts
     engine_link: EngineLink
     learner_link: LearnerLink | None
+    policy: Policy
     target_id: str
-    target_version: int
     speculative_tokens: int
     started: float
+    guarded: bool = False
+    """Whether every request has to bring a key."""
     collapse: CollapseAlarm = field(default_factory=CollapseAlarm)
 
     def acceptance(self) -> dict[int, AcceptanceCount]:
@@ -73,7 +76,7 @@ def status(state: ServerState) -> dict[str, Any]:
         if link.report is not None:
             learner |= msgspec.to_builtins(link.report)
     return {
-        "target": {"id": state.target_id, "version": state.target_version},
+        "target": {"id": state.target_id, "version": state.policy.live},
         "draft": {
             "live": drafts.live,
             "previous": drafts.previous,
@@ -94,6 +97,11 @@ def status(state: ServerState) -> dict[str, Any]:
             "count": drafts.statistics.count,
             "failed": drafts.statistics.failed,
             "last_seconds": drafts.statistics.last_seconds,
+        },
+        "policy_swaps": {
+            "count": state.policy.count,
+            "failed": state.policy.failed,
+            "last": msgspec.to_builtins(state.policy.swaps[-1]) if state.policy.swaps else None,
         },
         "rollbacks": {
             "count": len(drafts.history.rollbacks()),

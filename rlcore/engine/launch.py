@@ -33,6 +33,8 @@ class EngineArgumentError(PacelineError):
 def prepare_environment(settings: ServeSettings) -> None:
     """Pin what is tested: the V1 runner everywhere, and Intel's OpenMP for the CPU worker."""
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    # Its routes change weights and caches behind our back.
+    os.environ["VLLM_SERVER_DEV_MODE"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # vLLM warns about its own choices on a CPU at every start, in every process.
     os.environ.setdefault(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from rlcore.records import AcceptanceCount, CaptureCounts, EngineReport, Learner
 from server.drafts import SwapStatistics
 from server.history import Change
 from server.metrics import PacelineCollector
+from server.policy import Policy
 from server.status import ServerState
 
 ENGINE = {
@@ -26,6 +28,10 @@ ENGINE = {
     "paceline_traces_dropped": ("counter", {"reason"}),
     "paceline_live_draft": ("gauge", {"draft_version", "method"}),
     "paceline_swaps": ("counter", set()),
+    "paceline_policy_version": ("gauge", set()),
+    "paceline_policy_swaps": ("counter", set()),
+    "paceline_failed_policy_swaps": ("counter", {"reason"}),
+    "paceline_policy_stall_seconds": ("counter", set()),
     "paceline_rollbacks": ("counter", set()),
     "paceline_draft_collapsed": ("gauge", set()),
     "paceline_failed_swaps": ("counter", {"reason"}),
@@ -52,9 +58,11 @@ def state(report: EngineReport | None, learner: Any) -> ServerState:
     drafts = SimpleNamespace(
         live=5, previous=4, method="eagle3", statistics=statistics, history=history
     )
+    policy = Policy(Path("t"), 0)
+    policy.live, policy.count, policy.failed, policy.stall_seconds = 7, 2, {"shape": 1}, 0.5
     return ServerState(
         drafts=drafts, engine_link=SimpleNamespace(report=report), learner_link=learner,
-        target_id="t", target_version=0, speculative_tokens=3, started=0.0,
+        policy=policy, target_id="t", speculative_tokens=3, started=0.0,
     )  # fmt: skip
 
 
@@ -120,6 +128,10 @@ def test_swaps_traces_and_the_learner_are_counted():
     families = full()
     assert value(families, "paceline_swaps_total") == 3
     assert value(families, "paceline_rollbacks_total") == 1
+    assert value(families, "paceline_policy_version") == 7
+    assert value(families, "paceline_policy_swaps_total") == 2
+    assert value(families, "paceline_failed_policy_swaps_total", reason="shape") == 1
+    assert value(families, "paceline_policy_stall_seconds_total") == 0.5
     assert value(families, "paceline_swap_seconds_total") == 0.75
     assert value(families, "paceline_failed_swaps_total", reason="digest") == 2
     assert value(families, "paceline_live_draft", draft_version="5", method="eagle3") == 1

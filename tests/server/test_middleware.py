@@ -128,6 +128,25 @@ def test_keys_are_compared_in_constant_time(monkeypatch):
 
 # --- the account ---
 
+DRAFTS, POLICY = SimpleNamespace(live=4), SimpleNamespace(live=9)
+
+
+def ended(request: str, choice: int, emitted: int, *starts: tuple[str, int]) -> Any:
+    """The state of a choice that has ended, as vLLM keeps it."""
+    return SimpleNamespace(
+        external_req_id=request, request_index=choice, weight_version_starts=list(starts),
+        detokenizer=SimpleNamespace(num_output_tokens=lambda: emitted),
+    )  # fmt: skip
+
+
+CHOICES = [
+    ended("cmpl-1-10", 1, 5, ("8", 0), ("9", 4)),
+    ended("cmpl-1-2", 0, 3, ("9", 0)),
+    ended("cmpl-1-10", 0, 4, ("8", 0), ("9", 4)),
+]
+POLICIES = [[[0, 9]], [[0, 8]], [[0, 8], [4, 9]]]
+"""Of those, in the response's order; a version that sampled none of the tokens left is not named."""
+
 
 def account(kind: str, parts: list[bytes], **headers: str) -> list[dict[str, Any]]:
     """What a client gets of an app that sends its body in these parts."""
@@ -137,6 +156,8 @@ def account(kind: str, parts: list[bytes], **headers: str) -> list[dict[str, Any
         ticket = current_ticket.get()
         assert ticket is not None
         ticket.engine_ids.append("engine-1")
+        for choice in CHOICES:
+            ticket.note_policies(choice)
         length = str(sum(map(len, parts))).encode()
         start = [(b"content-type", kind.encode())]
         if not kind.startswith("text/event-stream"):
@@ -150,9 +171,7 @@ def account(kind: str, parts: list[bytes], **headers: str) -> list[dict[str, Any
         asked.append(ids)
         return VERSIONS
 
-    sent = asyncio.run(
-        call(DraftAccount(app, SimpleNamespace(live=4), acceptance_of), http(**headers))
-    )
+    sent = asyncio.run(call(DraftAccount(app, DRAFTS, POLICY, acceptance_of), http(**headers)))
     assert all(ids == ["engine-1"] for ids in asked)
     return sent
 
@@ -174,7 +193,7 @@ def test_headers_say_whose_a_request_is_and_whether_it_is_learned_from(headers, 
         assert found is not None
         seen.append((found.tenant, found.learn))
 
-    asyncio.run(call(DraftAccount(app, SimpleNamespace(live=4), None), http(**headers)))
+    asyncio.run(call(DraftAccount(app, DRAFTS, POLICY, None), http(**headers)))
     assert seen == [ticket]
 
 
@@ -186,7 +205,7 @@ def test_a_header_that_cannot_be_meant_is_refused_before_the_app_sees_it(headers
     async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
         raise AssertionError("the app was called")
 
-    sent = asyncio.run(call(DraftAccount(app, SimpleNamespace(live=4), None), http(**headers)))
+    sent = asyncio.run(call(DraftAccount(app, DRAFTS, POLICY, None), http(**headers)))
     assert sent[0]["status"] == 400
     assert b"x-paceline-" in sent[1]["body"]
 
@@ -280,6 +299,16 @@ def test_who_does_not_ask_gets_the_bytes_and_their_cuts_as_they_were(at, kind):
     sent = account(kind, parts)
     assert [m["body"] for m in sent[1:]] == parts
     assert dict(sent[0]["headers"])[b"x-paceline-draft-version"] == b"4"
+
+
+@pytest.mark.parametrize("usage", [False, True])
+def test_each_choice_is_told_which_policy_sampled_which_of_its_tokens(usage):
+    """Choices end in any order; the engine is not asked for it."""
+    headers = {"x_paceline_policy_versions": "1"} | (ASKED if usage else {})
+    sent = account("application/json", [json.dumps(JSONS[1]).encode()], **headers)
+    expected = {"policy_versions": POLICIES} | ({"versions": VERSIONS} if usage else {})
+    assert json.loads(body_of(sent))["usage"]["paceline"] == expected
+    assert dict(sent[0]["headers"])[b"x-paceline-policy-version"] == b"9"
 
 
 def test_another_kind_of_body_is_not_held_back():

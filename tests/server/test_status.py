@@ -1,8 +1,10 @@
 """The server's own reading of its drafter: a collapse of acceptance is seen, and seen to end."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 from rlcore.records import AcceptanceCount, CaptureCounts, EngineReport
+from server.policy import Policy
 from server.status import ServerState
 
 
@@ -10,7 +12,7 @@ def state(origin: str) -> ServerState:
     drafts = SimpleNamespace(live=3, manifest=lambda: SimpleNamespace(origin=origin))
     return ServerState(
         drafts=drafts, engine_link=SimpleNamespace(report=None), learner_link=None,
-        target_id="t", target_version=0, speculative_tokens=3, started=0.0,
+        policy=Policy(Path("t"), 0), target_id="t", speculative_tokens=3, started=0.0,
     )  # fmt: skip
 
 

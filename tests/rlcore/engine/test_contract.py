@@ -48,6 +48,11 @@ CALLS = {
     ],
     "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids": ["self", "draft_token_ids"],
     "vllm.v1.core.sched.scheduler:Scheduler.has_unfinished_requests": ["self"],
+    "vllm.v1.core.sched.scheduler:Scheduler.set_pause_state": ["self", "pause_state"],
+    # policy_swap.py
+    "vllm.v1.engine.async_llm:AsyncLLM.pause_generation": ["self", "mode", "clear_cache"],
+    "vllm.v1.engine.async_llm:AsyncLLM.resume_generation": ["self"],
+    "vllm.v1.engine.async_llm:AsyncLLM.update_weight_version": ["self", "new_version"],
     # upkeep.py
     "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.propose": [
         "self", "num_speculative_tokens", "target_token_ids", "target_positions",
@@ -70,7 +75,7 @@ CALLS = {
     "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.do_kv_cache_update": [
         "self", "layer", "key", "value", "kv_cache", "slot_mapping",
     ],
-    # swap.py
+    # slot.py
     "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": ["model"],
     "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing": [
         "model", "model_config",
@@ -213,7 +218,10 @@ ATTRIBUTES = {
         "tokenizer", "log_stats", "stream_interval", "tracing_enabled", "admission_stats",
         "request_states",
     ],
-    "vllm.v1.engine.output_processor:RequestState": ["request_id", "detokenizer"],
+    "vllm.v1.engine.output_processor:RequestState": [
+        "request_id", "detokenizer", "external_req_id", "request_index", "prompt_len",
+        "weight_version_starts",
+    ],
     "vllm.v1.engine.async_llm:AsyncLLM": ["output_handler", "output_processor", "model_config"],
     "vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM": [
         "draft_id_to_target_id", "lm_head", "model",
@@ -269,6 +277,47 @@ def test_the_output_handler_takes_the_processor_when_it_starts():
     assert source.index("if self.output_handler is not None") < source.index(
         "output_processor = self.output_processor"
     ) < source.index("async def output_handler")  # fmt: skip
+
+
+def test_a_pause_that_keeps_requests_computes_them_again_from_their_first_token():
+    """The preempted keep their tokens and lose their blocks, and nothing is scheduled meanwhile."""
+    core = inspect.getsource(found("vllm.v1.engine.core:EngineCore._finish_pause"))
+    assert "self._reset_caches()" in core
+    defaults = inspect.signature(found("vllm.v1.engine.core:EngineCore._reset_caches")).parameters
+    assert defaults["reset_running_requests"].default is True
+    assert defaults["reset_connector"].default is True
+    reset = inspect.getsource(found("vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache"))
+    assert "while self.running:" in reset
+    assert "self._preempt_request(" in reset
+    preempt = inspect.getsource(found("vllm.v1.core.sched.scheduler:Scheduler._preempt_request"))
+    assert "request.num_computed_tokens = 0" in preempt
+    assert "request.spec_token_ids = []" in preempt
+    schedule = inspect.getsource(found("vllm.v1.core.sched.scheduler:Scheduler.schedule"))
+    assert "self._pause_state == PauseState.PAUSED_ALL" in schedule
+
+
+def test_a_steps_output_carries_the_weight_version_that_sampled_it():
+    step = inspect.getsource(found("vllm.v1.engine.core:EngineCore.step"))
+    assert step.index("self.scheduler.update_from_output(") < step.index(
+        "self._attach_weight_version(engine_core_outputs)"
+    )
+    processor = found("vllm.v1.engine.output_processor:OutputProcessor.process_outputs")
+    source = inspect.getsource(processor)
+    assert source.index("req_state.track_weight_version(weight_version)") < source.index(
+        "req_state.detokenizer.update("
+    )
+    track = found("vllm.v1.engine.output_processor:RequestState.track_weight_version")
+    assert "(weight_version, self.detokenizer.num_output_tokens())" in inspect.getsource(track)
+
+
+def test_several_prompts_are_numbered_at_the_end_of_their_ids():
+    serving = found("vllm.entrypoints.openai.completion.serving")
+    assert 'request_id_item = f"{request_id}-{i}"' in inspect.getsource(serving)
+
+
+def test_routes_that_change_weights_are_off_unless_developing():
+    routers = inspect.getsource(found("vllm.entrypoints.launchers.api_server.routers"))
+    assert "if envs.VLLM_SERVER_DEV_MODE:" in routers
 
 
 def test_every_end_of_a_request_goes_through_the_methods_that_are_watched():
@@ -333,5 +382,5 @@ def test_a_name_exists(path):
 def test_the_environment_variables_that_are_set_are_read():
     known = found("vllm.envs:environment_variables")
     assert {
-        "VLLM_USE_V2_MODEL_RUNNER", "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL",
+        "VLLM_USE_V2_MODEL_RUNNER", "VLLM_SERVER_DEV_MODE", "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL",
     } <= set(known)  # fmt: skip

@@ -28,10 +28,12 @@ def token(position: int) -> int:
     return 100 + position
 
 
-def rows(start: int, count: int) -> dict[str, torch.Tensor]:
-    """States that name their own position."""
+def rows(start: int, count: int, version: int = 0) -> dict[str, torch.Tensor]:
+    """States that name their own position, and the target version that computed them."""
     positions = torch.arange(start, start + count, dtype=torch.float32)
-    return {"last": positions[:, None].expand(count, 3).clone(), "logsumexp": positions.clone()}
+    last = positions[:, None].expand(count, 3).clone()
+    last[:, 2] = version
+    return {"last": last, "logsumexp": positions.clone()}
 
 
 @dataclass
@@ -42,6 +44,7 @@ class Engine:
     prompt: int
     computed: int = 0
     emitted: int = 0
+    version: int = 0
 
     def __post_init__(self) -> None:
         self.spans: list[Span] = []
@@ -52,7 +55,7 @@ class Engine:
 
     def _give(self, start: int, count: int, step: VerifyStep | None) -> None:
         ids = [token(p) for p in range(start, start + count)]
-        span = self.builder.observe(start, ids, rows(start, count), step)
+        span = self.builder.observe(start, ids, rows(start, count, self.version), step)
         if span is not None:
             self.spans.append(span)
 
@@ -81,6 +84,14 @@ class Engine:
     def preempt(self, cached: int) -> None:
         self.computed = min(cached, self.computed)
 
+    def exchange_target(self) -> None:
+        """New weights: everything is computed again."""
+        self.version += 1
+        span = self.builder.retarget(self.version)
+        if span is not None:
+            self.spans.append(span)
+        self.computed = 0
+
     def finish(self) -> list[Span]:
         last = self.builder.flush(final=True)
         return [*self.spans, *([last] if last else [])]
@@ -90,6 +101,7 @@ actions = st.lists(
     st.one_of(
         st.tuples(st.just("verify"), st.integers(0, 4), st.integers(0, 4)),
         st.tuples(st.just("preempt"), st.integers(0, 30), st.integers(1, 9)),
+        st.tuples(st.just("exchange"), st.booleans(), st.integers(1, 9)),
     ),
     max_size=25,
 )
@@ -115,7 +127,13 @@ def test_spans_hold_every_position_once_and_every_emitted_token_in_order(
         if name == "verify":
             engine.verify(a, b)
         else:
-            engine.preempt(a)
+            if name == "preempt":
+                engine.preempt(a)
+            else:
+                engine.exchange_target()
+                if a:  # and again, half-way through
+                    engine.read(b)
+                    engine.exchange_target()
             while engine.computed < engine.length - 1:
                 engine.read(b)
                 if engine.computed == engine.length - 1:
@@ -128,6 +146,7 @@ def test_spans_hold_every_position_once_and_every_emitted_token_in_order(
     for index, span in enumerate(spans):
         check_trace(span.trace)
         assert span.trace.span_index == index
+        assert set(span.tensors[0][:, 2].tolist()) == {span.trace.target_version}
         start = span.trace.first_position
         assert span.trace.token_ids == [token(start + i) for i in range(len(span.trace.token_ids))]
         assert span.tensors[0][:, 0].tolist() == list(
