@@ -86,10 +86,6 @@ class Admission:
         ]
         return tuple(name for _, name in sorted(finished, key=lambda pair: pair[0]))
 
-    @property
-    def training(self) -> tuple[str, ...]:
-        return self._training
-
     def admit(self, group: str) -> None:
         """A group is started."""
         if group in self._groups:
@@ -133,8 +129,7 @@ class Admission:
     def blocking(self) -> tuple[str, ...]:
         """Running groups that a batch waits for although enough others are finished."""
         batch = self.waiting[: self.groups_per_update]
-        late = self._late(batch)
-        if self._training or len(batch) < self.groups_per_update or not late:
+        if self._training or len(batch) < self.groups_per_update or not (late := self._late(batch)):
             return ()
         return tuple(name for name in self.running if self._groups[name].oldest <= max(late))
 
