@@ -17,12 +17,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
+import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import save
 
 from rlcore.errors import PacelineError
 from rlcore.records import DraftManifest, PolicyManifest
@@ -47,9 +47,19 @@ Signature = dict[str, tuple[str, tuple[int, ...]]]
 """Tensor name -> (safetensors dtype, shape)."""
 
 
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""Of safetensors; those that a served model has."""
+
+
 class _Entry(msgspec.Struct):
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    data_offsets: tuple[int, int]
+    """Where its bytes are, behind the header."""
 
 
 def signature(header: bytes) -> Signature:
@@ -57,16 +67,23 @@ def signature(header: bytes) -> Signature:
 
     Raises WeightError when the bytes are not the start of a safetensors file.
     """
+    _, entries = _entries(header)
+    return {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+
+
+def _entries(header: bytes) -> tuple[int, dict[str, _Entry]]:
+    """Where the tensors' bytes begin, and the header's entries."""
     try:
         (length,) = struct.unpack("<Q", header[:8])
         if length > len(header) - 8:
             raise WeightError("truncated", f"header of {length} bytes, {len(header) - 8} are there")
         entries = msgspec.json.decode(header[8 : 8 + length], type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
-        found = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in entries.items()}
+        return 8 + length, {
+            name: msgspec.json.decode(raw, type=_Entry) for name, raw in entries.items()
+        }
     except (struct.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WeightError("malformed", f"not a safetensors file ({error})") from None
-    return {name: (entry.dtype, entry.shape) for name, entry in found.items()}
 
 
 def check_signature(got: Signature, want: Signature) -> None:
@@ -104,24 +121,42 @@ def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
 def read_checked(path: Path, sha256: str) -> tuple[Signature, dict[str, torch.Tensor]]:
     """Read a weights file once and check those very bytes: digest, form, finiteness.
 
-    Raises WeightError; a missing or unreadable file is one too.
+    The tensors are views of what was read. A thread may do this beside others that compute: all that
+    takes long is done without Python's lock. Raises WeightError; a missing or unreadable file is one too.
     """
     try:
-        size = path.stat().st_size
-        if size > MAX_WEIGHT_BYTES:
-            raise WeightError("oversized", f"{path} has {size} bytes")
-        content = path.read_bytes()
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_WEIGHT_BYTES:
+                raise WeightError("oversized", f"{path} has {size} bytes")
+            content = np.empty(size, np.uint8)
+            read = 0
+            while count := file.readinto(memoryview(content)[read:]):
+                read += count
     except OSError as error:
         raise WeightError("unreadable", f"{path}: {error.strerror}") from None
     if hashlib.sha256(content).hexdigest() != sha256:
         raise WeightError("digest", f"{path} is not the file its manifest names")
-    names = signature(content)
-    try:
-        tensors = load(content)
-    except SafetensorError as error:
-        raise WeightError("malformed", str(error)) from None
+    length = int.from_bytes(content[:8].tobytes(), "little")
+    begin, entries = _entries(content[: 8 + min(length, size)].tobytes())
+    data = torch.from_numpy(content)[begin:]
+    tensors = {name: _view(name, data, entry) for name, entry in entries.items()}
     check_finite(tensors)
-    return names, tensors
+    return {name: (entry.dtype, entry.shape) for name, entry in entries.items()}, tensors
+
+
+def _view(name: str, data: torch.Tensor, entry: _Entry) -> torch.Tensor:
+    """Raises WeightError when the entry does not say where exactly its bytes are."""
+    dtype = DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise WeightError("malformed", f"{name} has dtype {entry.dtype!r}")
+    start, end = entry.data_offsets
+    if not 0 <= start <= end <= len(data) or end - start != math.prod(entry.shape) * dtype.itemsize:
+        raise WeightError("malformed", f"{name}: bytes {start} to {end} of {len(data)}")
+    part = data[start:end]
+    if part.data_ptr() % dtype.itemsize:  # a header that does not end on a multiple of eight
+        part = part.clone()
+    return part.view(dtype).view(entry.shape)
 
 
 M = TypeVar("M", DraftManifest, PolicyManifest)

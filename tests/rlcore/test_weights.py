@@ -233,6 +233,42 @@ def test_a_truncated_file_is_refused_even_with_its_own_digest(cut, tmp_path_fact
         read_checked(path, digest)
 
 
+def file_of(entries: object, data: bytes, padding: int = 0) -> bytes:
+    header = json.dumps(entries).encode() + b" " * padding
+    return struct.pack("<Q", len(header)) + header + data
+
+
+@pytest.mark.parametrize("padding", range(8))
+def test_a_header_of_any_length_is_read(padding, tmp_path):
+    """Tensors then begin at any byte."""
+    value = torch.arange(6, dtype=torch.float32).view(2, 3)
+    entries = {
+        "__metadata__": {"format": "pt"},
+        "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+        "none": {"dtype": "BF16", "shape": [0, 3], "data_offsets": [24, 24]},
+        "one": {"dtype": "I64", "shape": [], "data_offsets": [24, 32]},
+    }
+    data = value.numpy().tobytes() + struct.pack("<q", 5)
+    _, tensors = read_checked(*written(tmp_path, file_of(entries, data, padding)))
+    assert torch.equal(tensors["a"], value)
+    assert tensors["none"].shape == (0, 3)
+    assert tensors["one"].item() == 5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data_offsets": [0, 25]}, {"data_offsets": [1, 25]}, {"data_offsets": [-24, 0]},
+        {"data_offsets": [24, 0]}, {"data_offsets": [0, 20]}, {"shape": [2, 4]},
+        {"shape": [-2, -3]}, {"dtype": "F8_E4M3"}, {"dtype": "BF16"}, {"shape": [2**40, 2**40]},
+    ],
+)  # fmt: skip
+def test_an_entry_that_does_not_fit_its_bytes_is_refused(change, tmp_path):
+    entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]} | change
+    with refused("malformed"):
+        read_checked(*written(tmp_path, file_of({"a": entry}, bytes(24))))
+
+
 def test_an_oversized_file_is_refused_unread(tmp_path, monkeypatch):
     path, digest = written(tmp_path, save(TENSORS))
     monkeypatch.setattr(weights, "MAX_WEIGHT_BYTES", 10)
