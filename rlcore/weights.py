@@ -154,7 +154,7 @@ def _view(name: str, data: torch.Tensor, entry: _Entry) -> torch.Tensor:
     if not 0 <= start <= end <= len(data) or end - start != math.prod(entry.shape) * dtype.itemsize:
         raise WeightError("malformed", f"{name}: bytes {start} to {end} of {len(data)}")
     part = data[start:end]
-    if part.data_ptr() % dtype.itemsize:  # a header that does not end on a multiple of eight
+    if part.storage_offset() % dtype.itemsize:  # a header that does not end on a multiple of eight
         part = part.clone()
     return part.view(dtype).view(entry.shape)
 
