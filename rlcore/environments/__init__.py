@@ -1,0 +1,1 @@
+"""Where rollouts get their tasks, their answers and their reward; see docs/environments.md."""
