@@ -64,19 +64,21 @@ class Recipe:
         self._check_choice("aggregation", self.aggregation, AGGREGATIONS)
         self._check_choice("correction", self.correction, tuple(CORRECTIONS))
         self._check_choice("kl_estimator", self.kl_estimator, get_args(KlEstimator))
+        for field in ("clip_low", "clip_high", "kl_coefficient", "overlong_buffer"):
+            self._check(field, vars(self)[field], _is_number(vars(self)[field]), "a number")
         self._check("clip_low", self.clip_low, 0 <= self.clip_low <= 1, "from 0 to 1")
-        self._check("clip_high", self.clip_high, 0 <= self.clip_high < math.inf, "0 or more")
+        self._check("clip_high", self.clip_high, self.clip_high >= 0, "0 or more")
         if self.dual_clip is not None:
             high = 1 + self.clip_high
-            fits = self.loss == "ppo" and high < self.dual_clip < math.inf
+            fits = self.loss == "ppo" and _is_number(self.dual_clip) and self.dual_clip > high
             self._check("dual_clip", self.dual_clip, fits, f"above {high:g}, with the loss ppo")
-        low, high = self.bounds
-        self._check("correction_bounds", self.bounds, 0 <= low < high, "0 <= low < high")
-        kl = self.kl_coefficient
-        self._check("kl_coefficient", kl, 0 <= kl < math.inf, "0 or more")
-        self._check(
-            "overlong_buffer", self.overlong_buffer, 0 <= self.overlong_buffer <= 1, "a share"
-        )
+        if self.correction_bounds is not None:
+            self._check_bounds(self.correction_bounds)
+        kl, buffer = self.kl_coefficient, self.overlong_buffer
+        self._check("kl_coefficient", kl, kl >= 0, "0 or more")
+        self._check("overlong_buffer", buffer, 0 <= buffer <= 1, "a share, from 0 to 1")
+        sampling = self.dynamic_sampling
+        self._check("dynamic_sampling", sampling, isinstance(sampling, bool), "true or false")
 
     @property
     def bounds(self) -> Bounds:
@@ -88,12 +90,28 @@ class Recipe:
         """Whether ``policy_loss`` needs the reference policy's log-probabilities."""
         return self.kl_coefficient > 0
 
+    def _check_bounds(self, bounds: object) -> None:
+        """A file gives a list where a tuple is meant. An infinite upper bound is none."""
+        fits = (
+            isinstance(bounds, (list, tuple))
+            and len(bounds) == 2
+            and all(isinstance(bound, (int, float)) for bound in bounds)
+            and 0 <= bounds[0] < bounds[1]
+        )
+        self._check("correction_bounds", bounds, fits, "two numbers, 0 <= low < high")
+        low, high = self.bounds
+        object.__setattr__(self, "correction_bounds", (low, high))
+
     def _check_choice(self, field: str, value: str, choices: tuple[str, ...]) -> None:
         self._check(field, value, value in choices, f"one of {', '.join(choices)}")
 
     def _check(self, field: str, value: object, fits: bool, wanted: str) -> None:
         if not fits:
             raise RecipeError(f"recipe {self.name}: {field} is {value!r}; it must be {wanted}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 # The published recipes take generator and trainer to be one policy; here they are two programs, so all

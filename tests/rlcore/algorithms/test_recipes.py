@@ -143,8 +143,14 @@ def test_an_unknown_recipe_is_answered_with_the_names():
         ("clip_low", -0.1),
         ("clip_low", 1.1),
         ("clip_high", float("nan")),
+        ("clip_high", "0.28"),
         ("dual_clip", 1.1),
+        ("dual_clip", "3"),
         ("correction_bounds", (2.0, 1.0)),
+        ("correction_bounds", [1.0]),
+        ("correction_bounds", 5),
+        ("correction_bounds", "ab"),
+        ("dynamic_sampling", "no"),
         ("kl_coefficient", -1.0),
         ("overlong_buffer", 4096),
     ],
@@ -152,6 +158,12 @@ def test_an_unknown_recipe_is_answered_with_the_names():
 def test_a_bad_part_of_a_recipe_is_named(field, value):
     with pytest.raises(RecipeError, match=f"recipe dapo: {field} is"):
         replace(RECIPES["dapo"], **{field: value})
+
+
+def test_bounds_may_come_as_a_list_from_a_file():
+    recipe = replace(RECIPES["dapo"], correction_bounds=[0.5, 5])
+    assert recipe.bounds == (0.5, 5)
+    assert hash(recipe) == hash(replace(recipe))
 
 
 def test_dual_clip_is_refused_where_it_would_do_nothing():
