@@ -44,7 +44,8 @@ def continuation_ids(
     replied = [PROBE_QUESTION, Message("assistant", PROBE_REPLY)]
     grown = _render(tokenizer, [*replied, *messages], generate=True)
     before, found, after = grown.partition(PROBE_REPLY)
-    if not found or before != opening:
+    # a space before the reply in the history is one that the policy samples as part of its first token
+    if not found or before.rstrip() != opening.rstrip():
         raise TemplateError(
             "the chat template writes an assistant's reply otherwise in the history than it was "
             "generated, so rollouts of several turns would train on text that was never sampled; use a "

@@ -51,7 +51,7 @@ def test_replies_are_scored_by_their_tests(file: str) -> None:
     ]:
         for scored, expected in ((env, reward), (shares, share)):
             scored.reset(task)
-            scored.step(f"```python\ndef {name}(x): {body}\n```")
+            scored.step(f"```python\ndef {name}(x):\n {body}\n```")
             score = scored.score()
             assert score.reward == expected
             assert score.correct == (reward == 1.0)
