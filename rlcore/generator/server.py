@@ -60,9 +60,9 @@ class ServerGenerator:
             "x-paceline-learn": "1" if learn else "0",
             "x-paceline-policy-versions": "1",
         }
-        answer = await self._post("/v1/completions", body, REQUEST_DEADLINE, headers)
+        response = await self._request("POST", "/v1/completions", body, REQUEST_DEADLINE, headers)
         try:
-            return _completion(answer)
+            return _completion(_json(response), int(response.headers["x-paceline-draft-version"]))
         except (KeyError, TypeError, ValueError) as error:
             raise GeneratorError(
                 f"{self.url} answered without what a rollout needs ({error!r}); is it a Paceline "
@@ -71,11 +71,12 @@ class ServerGenerator:
 
     async def publish(self, version: int, folder: Path, sha256: str) -> Published:
         body = {"version": version, "folder": str(folder), "sha256": sha256}
-        answer = await self._post("/v1/paceline/policy", body, PUBLISH_DEADLINE, {})
+        response = await self._request("POST", "/v1/paceline/policy", body, PUBLISH_DEADLINE, {})
+        answer = _json(response)
         return Published(version, answer["stall_seconds"], answer["frozen_tokens"])
 
     async def status(self) -> GeneratorStatus:
-        answer = await self._request("GET", "/v1/paceline/status", None, STATUS_DEADLINE, {})
+        answer = _json(await self._request("GET", "/v1/paceline/status", None, STATUS_DEADLINE, {}))
         total = answer["acceptance"]["total"]
         return GeneratorStatus(
             policy_version=answer["target"]["version"],
@@ -88,11 +89,6 @@ class ServerGenerator:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _post(
-        self, path: str, body: dict[str, Any], deadline: float, headers: dict[str, str]
-    ) -> dict[str, Any]:
-        return await self._request("POST", path, body, deadline, headers)
-
     async def _request(
         self,
         method: str,
@@ -100,7 +96,8 @@ class ServerGenerator:
         body: dict[str, Any] | None,
         deadline: float,
         headers: dict[str, str],
-    ) -> dict[str, Any]:
+    ) -> httpx.Response:
+        """Raises GeneratorError, for answers that are errors too."""
         try:
             response = await self._client.request(
                 method, path, json=body, timeout=deadline, headers=headers
@@ -115,11 +112,15 @@ class ServerGenerator:
             ) from None
         if response.status_code >= 400:
             raise GeneratorError(f"{self.url}{path}: {_error_of(response)}")
-        try:
-            answer: dict[str, Any] = response.json()
-        except json.JSONDecodeError:
-            raise GeneratorError(f"{self.url}{path} did not answer in JSON") from None
-        return answer
+        return response
+
+
+def _json(response: httpx.Response) -> dict[str, Any]:
+    try:
+        answer: dict[str, Any] = response.json()
+    except json.JSONDecodeError:
+        raise GeneratorError(f"{response.url} did not answer in JSON") from None
+    return answer
 
 
 def _error_of(response: httpx.Response) -> str:
@@ -130,12 +131,11 @@ def _error_of(response: httpx.Response) -> str:
         return f"{response.status_code}: {response.text[:200]}"
 
 
-def _completion(answer: dict[str, Any]) -> Completion:
+def _completion(answer: dict[str, Any], draft_version: int) -> Completion:
     choice = answer["choices"][0]
     token_ids: list[int] = choice["token_ids"]
     logprobs: list[float] = choice["logprobs"]["token_logprobs"]
-    paceline = answer["usage"]["paceline"]
-    spans: list[list[int]] = paceline["policy_versions"][0]
+    spans: list[list[int]] = answer["usage"]["paceline"]["policy_versions"][0]
     if len(logprobs) != len(token_ids):
         raise ValueError(f"{len(logprobs)} log-probabilities of {len(token_ids)} tokens")
     versions = [0] * len(token_ids)
@@ -146,5 +146,5 @@ def _completion(answer: dict[str, Any]) -> Completion:
         logprobs=[min(0.0, value) for value in logprobs],
         policy_versions=versions,
         finish_reason=choice["finish_reason"],
-        draft_version=max((d["version"] for d in paceline["drafts"]), default=-1),
+        draft_version=draft_version,
     )

@@ -7,13 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from rlcore.errors import PacelineError
+from rlcore.policy.logprobs import chosen_logprobs
 from rlcore.policy.packing import PolicyBatch
-
-CHUNK = 512
-"""Sampled tokens whose whole logits are in memory at a time: 100 MB for a vocabulary of 50,000."""
 
 
 class PolicyError(PacelineError):
@@ -53,35 +50,24 @@ def config_of(module: Any) -> dict[str, Any]:
     return config | {"architectures": [type(module).__name__]}
 
 
-def sampled_logprobs(module: Any, batch: PolicyBatch) -> tuple[Tensor, Tensor]:
+def sampled_logprobs(
+    module: Any, batch: PolicyBatch, *, autocast: bool = False
+) -> tuple[Tensor, Tensor]:
     """(log-probabilities [S] with gradient, entropies [S] without) of the sampled tokens.
 
-    Both at the temperature that each token was sampled at.
+    Both at the temperature that each token was sampled at. ``autocast``: bfloat16 in the layers; the
+    weights and the logits stay float32.
     """
-    hidden = module.model(
-        input_ids=batch.token_ids,
-        position_ids=batch.positions,
-        attention_mask=batch.attention_mask(),
-    ).last_hidden_state
-    rows = hidden.flatten(0, 1)[batch.predicted_at]
-    logprobs, entropies = [], []
-    for start in range(0, len(rows), CHUNK):
-        part = slice(start, start + CHUNK)
-        inputs = (module.lm_head, rows[part], batch.labels[part], batch.temperatures[part])
-        if torch.is_grad_enabled():
-            chosen, entropy = checkpoint(_head, *inputs, use_reentrant=False)
-        else:
-            chosen, entropy = _head(*inputs)
-        logprobs.append(chosen)
-        entropies.append(entropy)
-    return torch.cat(logprobs), torch.cat(entropies)
-
-
-def _head(
-    lm_head: nn.Module, rows: Tensor, labels: Tensor, temperatures: Tensor
-) -> tuple[Tensor, Tensor]:
-    logits = lm_head(rows).float() / temperatures[:, None]
-    logprobs = torch.log_softmax(logits, dim=-1)
-    with torch.no_grad():
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(1, labels[:, None]).squeeze(1), entropy
+    if module.lm_head.bias is not None:
+        raise PolicyError("a policy whose output layer has a bias is not supported")
+    device = batch.token_ids.device.type
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        hidden = module.model(
+            input_ids=batch.token_ids,
+            position_ids=batch.positions,
+            attention_mask=batch.attention_mask(),
+        ).last_hidden_state
+    rows = hidden.flatten(0, 1)[batch.predicted_at].float()
+    return chosen_logprobs(
+        rows, module.lm_head.weight, batch.labels, batch.temperatures, fast=autocast
+    )

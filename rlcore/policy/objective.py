@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch import nn
 
+from rlcore.algorithms.corrections import mismatch_kl
 from rlcore.algorithms.recipes import Recipe, policy_loss
 from rlcore.policy.model import sampled_logprobs
 from rlcore.policy.packing import PolicyBatch
@@ -16,18 +17,24 @@ from rlcore.trainer import LossOutput
 class PolicyObjective:
     """Called by ``rlcore.trainer.Trainer`` with the policy and one micro-batch."""
 
-    def __init__(self, recipe: Recipe, max_tokens: int, reference: nn.Module | None) -> None:
-        """``max_tokens``: the most that a rollout may sample. ``reference``: frozen, for the KL."""
+    def __init__(
+        self, recipe: Recipe, max_tokens: int, reference: nn.Module | None, autocast: bool
+    ) -> None:
+        """``max_tokens``: the most that a rollout may sample. ``reference``: frozen, for the KL.
+
+        ``autocast``: bfloat16 in the layers.
+        """
+        self.autocast = autocast
         self._recipe = recipe
         self._max_tokens = max_tokens
         self._reference = reference
 
     def __call__(self, module: nn.Module, batch: PolicyBatch, /) -> LossOutput:
-        logprobs, entropies = sampled_logprobs(module, batch)
+        logprobs, entropies = sampled_logprobs(module, batch, autocast=self.autocast)
         reference = None
         if self._reference is not None:
             with torch.no_grad():
-                reference, _ = sampled_logprobs(self._reference, batch)
+                reference, _ = sampled_logprobs(self._reference, batch, autocast=self.autocast)
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         output = policy_loss(
             self._recipe,
@@ -40,10 +47,14 @@ class PolicyObjective:
             max_tokens=self._max_tokens,
         )
         exact = {"policy_entropy": (float(entropies.sum()), float(len(entropies)))}
+        now = batch.on_policy
+        if now.any():
+            _, mismatch = mismatch_kl(old[now], batch.inference_logprobs[now])
+            exact["mismatch_kl_on_policy"] = (float(mismatch.sum()), float(now.sum()))
         return dataclasses.replace(output, metrics={**output.metrics, **exact})
 
-
-@torch.no_grad()
-def with_old_logprobs(module: nn.Module, batch: PolicyBatch) -> PolicyBatch:
-    """The batch with the present policy's log-probabilities, for more than one update on it."""
-    return dataclasses.replace(batch, old_logprobs=sampled_logprobs(module, batch)[0])
+    @torch.no_grad()
+    def with_old_logprobs(self, module: nn.Module, batch: PolicyBatch) -> PolicyBatch:
+        """With the present policy's log-probabilities, for more than one update on a batch."""
+        logprobs, _ = sampled_logprobs(module, batch, autocast=self.autocast)
+        return dataclasses.replace(batch, old_logprobs=logprobs)

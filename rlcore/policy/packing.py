@@ -54,6 +54,8 @@ class PolicyBatch:
     """[S] float32."""
     temperatures: Tensor
     """[S] float32: that the token was sampled at."""
+    on_policy: Tensor
+    """[S] bool: sampled by the very version that is trained."""
     old_logprobs: Tensor | None = None
     """[S] float32: by the policy before the first update on this batch; None where there is one."""
 
@@ -87,9 +89,10 @@ class _Row:
         )
 
 
-def pack(rollouts: Sequence[WeightedRollout], max_tokens: int) -> list[PolicyBatch]:
+def pack(rollouts: Sequence[WeightedRollout], max_tokens: int, version: int) -> list[PolicyBatch]:
     """Micro-batches of at most ``max_tokens`` (padding included) where the rollouts allow it.
 
+    ``version``: of the policy that is trained.
     A rollout longer than that has a row, and a micro-batch, of its own. Rollouts that sampled
     nothing are left out.
     """
@@ -100,7 +103,7 @@ def pack(rollouts: Sequence[WeightedRollout], max_tokens: int) -> list[PolicyBat
             batches[-1].append(row)
         else:
             batches.append([row])
-    return [_batch(batch) for batch in batches]
+    return [_batch(batch, version) for batch in batches]
 
 
 def _rows(rollouts: Sequence[WeightedRollout], max_tokens: int) -> list[_Row]:
@@ -118,7 +121,7 @@ def _rows(rollouts: Sequence[WeightedRollout], max_tokens: int) -> list[_Row]:
     return [row for same in rows.values() for row in same]
 
 
-def _batch(rows: list[_Row]) -> PolicyBatch:
+def _batch(rows: list[_Row], version: int) -> PolicyBatch:
     length = max(row.length for row in rows)
     shape = (len(rows), length)
     token_ids = torch.zeros(shape, dtype=torch.int64)
@@ -130,6 +133,7 @@ def _batch(rows: list[_Row]) -> PolicyBatch:
     logprobs: list[float] = []
     advantages: list[float] = []
     temperatures: list[float] = []
+    on_policy: list[bool] = []
     for r, row in enumerate(rows):
         start = len(row.prompt)
         token_ids[r, :start] = torch.tensor(row.prompt)
@@ -152,6 +156,7 @@ def _batch(rows: list[_Row]) -> PolicyBatch:
                 logprobs.append(rollout.logprobs[i])
                 advantages.append(member.advantage)
                 temperatures.append(rollout.sampling.temperature)
+                on_policy.append(rollout.policy_versions[i] == version)
             at += count
     return PolicyBatch(
         token_ids=token_ids,
@@ -163,4 +168,5 @@ def _batch(rows: list[_Row]) -> PolicyBatch:
         inference_logprobs=torch.tensor(logprobs, dtype=torch.float32),
         advantages=torch.tensor(advantages, dtype=torch.float32),
         temperatures=torch.tensor(temperatures, dtype=torch.float32),
+        on_policy=torch.tensor(on_policy, dtype=torch.bool),
     )

@@ -8,7 +8,6 @@ from importlib.resources import files
 from pathlib import Path
 
 from rlcore.cli import fail
-from rlcore.environments.chat import Chat
 from rlcore.environments.host import EnvironmentHost
 from rlcore.errors import PacelineError, UsageError
 from rlcore.home import Home
@@ -104,7 +103,7 @@ async def _run(settings: RLTrainSettings, home: Home) -> None:
         raise UsageError(
             f"{settings.out} holds a run already; go on with --resume, or give another --out"
         )
-    chat = Chat(AutoTokenizer.from_pretrained(base, local_files_only=True))
+    tokenizer = AutoTokenizer.from_pretrained(base, local_files_only=True)
     options = settings.environment
     engine = Engine(settings, base, set_threads(settings.optimiser.threads))
     async with EnvironmentHost(
@@ -114,7 +113,7 @@ async def _run(settings: RLTrainSettings, home: Home) -> None:
             starting = asyncio.create_task(engine.start())
             learner = await asyncio.to_thread(PolicyLearner, settings, base)
             await starting
-            run = Run(settings, base_id, learner, engine, host, chat, resumed)
+            run = Run(settings, base_id, learner, engine, host, tokenizer, resumed)
             await run.run()
         finally:
             await engine.close()

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from rlcore.environments.base import Task
-from rlcore.environments.chat import Chat
+from rlcore.environments.chat import continuation_ids, opening_ids
 from rlcore.environments.host import EnvironmentHost
 from rlcore.generator.base import Completion
 from rlcore.records import Sampling
@@ -63,14 +64,15 @@ async def play(
     name: str,
     group: str,
     host: EnvironmentHost,
-    chat: Chat,
+    tokenizer: Any,
     complete: Complete,
     sampling: Sampling,
     limits: Limits,
 ) -> Rollout:
-    """Raises PromptTooLong, EnvironmentFailure or GeneratorError."""
-    async with host.episode(task) as episode:
-        opening = chat.opening_ids(episode.messages)
+    """Raises PromptTooLong, EnvironmentFailure or GeneratorError; the episode has then ended."""
+    episode, messages = await host.reset(task)
+    try:
+        opening = opening_ids(tokenizer, messages)
         if len(opening) > limits.prompt_tokens:
             raise PromptTooLong(f"{task.id} has a prompt of {len(opening)} tokens")
         streams = _Streams(opening)
@@ -80,12 +82,15 @@ async def play(
             streams.sample(completion)
             left -= len(completion.token_ids)
             draft_version = max(draft_version, completion.draft_version)
-            turn = await episode.step(chat.text(completion.token_ids))
+            reply = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            turn = await host.step(episode, reply)
             if turn.done or completion.finish_reason != "stop" or left <= 0:
                 finish = completion.finish_reason
                 break
-            streams.say(chat.continuation_ids(turn.messages, completion.token_ids))
-        score = await episode.score()
+            streams.say(continuation_ids(tokenizer, turn.messages, streams.token_ids[-1]))
+        score = await host.score(episode)
+    finally:
+        await host.abandon(episode)
     return check_rollout(
         Rollout(
             rollout_id=name,

@@ -7,8 +7,8 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from rlcore.environments.chat import Chat
 from rlcore.environments.host import EnvironmentFailure, EnvironmentHost
 from rlcore.records import Sampling
 from rlcore.rl.episode import Complete, Limits, PromptTooLong, play
@@ -42,7 +42,7 @@ class Evaluation:
 
 async def evaluate(
     host: EnvironmentHost,
-    chat: Chat,
+    tokenizer: Any,
     complete: Complete,
     limits: Limits,
     sampling: Sampling,
@@ -52,7 +52,7 @@ async def evaluate(
 ) -> tuple[Evaluation, list[Rollout]]:
     """The first ``tasks`` held-out tasks, ``samples`` times each."""
     slots = asyncio.Semaphore(concurrency)
-    size = host.sizes["test"]
+    size = host.size("test")
     count = tasks if size is None else min(tasks, size)
 
     async def one(index: int, number: int) -> Rollout | None:
@@ -60,7 +60,9 @@ async def evaluate(
             task = await host.task("test", index)
             name = f"eval-{index}.{number}"
             try:
-                return await play(task, name, str(index), host, chat, complete, sampling, limits)
+                return await play(
+                    task, name, str(index), host, tokenizer, complete, sampling, limits
+                )
             except (EnvironmentFailure, PromptTooLong):
                 return None
 

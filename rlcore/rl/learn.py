@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from rlcore.algorithms.advantages import ADVANTAGES
 from rlcore.algorithms.recipes import Recipe
 from rlcore.optim import MuonAdamW
 from rlcore.policy.model import config_of, load_policy, weights
-from rlcore.policy.objective import PolicyObjective, with_old_logprobs
+from rlcore.policy.objective import PolicyObjective
 from rlcore.policy.packing import PolicyBatch, WeightedRollout, pack
 from rlcore.rl.settings import RLTrainSettings
 from rlcore.rollout import Rollout
@@ -43,8 +44,11 @@ class BatchReport:
         taken = [update for update in self.updates if update.skipped is None]
         if not taken:
             return {}
-        names = taken[0].metrics
-        means = {name: sum(u.metrics[name] for u in taken) / len(taken) for name in names}
+        names = {name for update in taken for name in update.metrics}
+        means = {
+            name: statistics.fmean(u.metrics[name] for u in taken if name in u.metrics)
+            for name in names
+        }
         return means | {
             "loss": sum(u.loss for u in taken) / len(taken),
             "grad_norm": sum(u.grad_norm for u in taken) / len(taken),
@@ -66,9 +70,15 @@ class PolicyLearner:
         reference = None
         if self.recipe.needs_reference:
             reference = load_policy(folder, self.device).requires_grad_(False)
+        self._objective = PolicyObjective(
+            self.recipe,
+            settings.sampling.max_tokens,
+            reference,
+            autocast=options.precision == "bfloat16",
+        )
         self.trainer: Trainer[Any, PolicyBatch] = Trainer(
             self.policy,
-            PolicyObjective(self.recipe, settings.sampling.max_tokens, reference),
+            self._objective,
             MuonAdamW(
                 self.policy.named_parameters(),
                 adamw_only=True,
@@ -81,17 +91,21 @@ class PolicyLearner:
             seed=settings.seed,
         )
 
-    def train(self, groups: Sequence[Sequence[Rollout]]) -> BatchReport:
-        """One batch: ``updates_per_batch`` optimizer updates, each on its share of the groups."""
+    def train(self, groups: Sequence[Sequence[Rollout]], version: int) -> BatchReport:
+        """One batch: ``updates_per_batch`` optimizer updates, each on its share of the groups.
+
+        ``version``: of the policy as it is now.
+        """
         weighted = self._weighted(groups)
         shares = [
             [w for group in weighted[i :: self._updates_per_batch] for w in group]
             for i in range(self._updates_per_batch)
         ]
-        packed = [pack(share, self.micro_batch_tokens) for share in shares if share]
+        packed = [pack(share, self.micro_batch_tokens, version) for share in shares if share]
         packed = [[_to(batch, self.device) for batch in batches] for batches in packed]
         if len(packed) > 1:
-            packed = [[with_old_logprobs(self.policy, b) for b in batches] for batches in packed]
+            add_old = self._objective.with_old_logprobs
+            packed = [[add_old(self.policy, b) for b in batches] for batches in packed]
         updates = [self.trainer.update(batches) for batches in packed]
         flat = [batch for batches in packed for batch in batches]
         return BatchReport(

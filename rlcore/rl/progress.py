@@ -20,7 +20,7 @@ SHOWN = (
     ("acceptance_length", "accepted", "{:.2f}"),
     ("staleness", "stale", "{:.1f}"),
     ("policy_entropy", "entropy", "{:.2f}"),
-    ("mismatch_kl", "mismatch", "{:.0e}"),
+    ("mismatch_kl_on_policy", "mismatch", "{:.0e}"),
 )
 """(figure, what it is called here, format)"""
 

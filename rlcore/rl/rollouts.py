@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -23,7 +24,6 @@ from rlcore.asynchrony.priority import GroupProgress, request_priority
 from rlcore.asynchrony.role_windows import RoleMeter
 from rlcore.asynchrony.task_order import TaskOrder, Turn
 from rlcore.asynchrony.token_ledger import Fate, TokenLedger
-from rlcore.environments.chat import Chat
 from rlcore.environments.host import EnvironmentFailure, EnvironmentHost
 from rlcore.generator.base import Completion
 from rlcore.log import get_logger
@@ -66,7 +66,7 @@ class RolloutFloor:
         roles: Roles,
         recipe: Recipe,
         host: EnvironmentHost,
-        chat: Chat,
+        tokenizer: Any,
         sample: Sample,
         limits: Limits,
         group_size: int,
@@ -76,7 +76,7 @@ class RolloutFloor:
         self._roles = roles
         self._recipe = recipe
         self._host = host
-        self._chat = chat
+        self._tokenizer = tokenizer
         self._sample = sample
         self._limits = limits
         self._group_size = group_size
@@ -164,7 +164,14 @@ class RolloutFloor:
                 try:
                     task = await self._host.task("train", turn.task)
                     rollout = await play(
-                        task, name, group, self._host, self._chat, complete, sampling, self._limits
+                        task,
+                        name,
+                        group,
+                        self._host,
+                        self._tokenizer,
+                        complete,
+                        sampling,
+                        self._limits,
                     )
                 except PromptTooLong as error:
                     log.warning("a task is left out", reason=str(error))

@@ -16,7 +16,6 @@ from rlcore.asynchrony.setting import Bounds, Setting
 from rlcore.asynchrony.task_order import TaskOrder
 from rlcore.asynchrony.temperature import TemperatureControl, UpdateSample
 from rlcore.asynchrony.token_ledger import Fate, TokenLedger, effective_rate
-from rlcore.environments.chat import Chat
 from rlcore.environments.host import EnvironmentHost
 from rlcore.errors import PacelineError
 from rlcore.generator.base import Completion, GeneratorStatus
@@ -70,7 +69,7 @@ class Run:
         learner: PolicyLearner,
         engine: Engine,
         host: EnvironmentHost,
-        chat: Chat,
+        tokenizer: Any,
         resumed: saving.Saved | None,
     ) -> None:
         self._settings = settings
@@ -78,7 +77,7 @@ class Run:
         self._learner = learner
         self._engine = engine
         self._host = host
-        self._chat = chat
+        self._tokenizer = tokenizer
         self._limits = Limits(
             settings.sampling.max_prompt_tokens,
             settings.sampling.max_tokens,
@@ -86,7 +85,7 @@ class Run:
         )
         self.books = Books(
             Admission(settings.max_off_policy_steps, settings.groups_per_update),
-            TaskOrder(settings.seed, host.sizes["train"]),
+            TaskOrder(settings.seed, host.size("train")),
             TokenLedger(),
         )
         now = time.monotonic()
@@ -101,7 +100,7 @@ class Run:
             self._roles,
             learner.recipe,
             host,
-            chat,
+            tokenizer,
             self._sample,
             self._limits,
             settings.group_size,
@@ -199,7 +198,7 @@ class Run:
         meter = self._roles.trainer
         meter.working(1, time.monotonic())
         try:
-            report = await asyncio.to_thread(self._learner.train, groups)
+            report = await asyncio.to_thread(self._learner.train, groups, self.version)
         finally:
             meter.working(0, time.monotonic())
         meter.done(report.tokens, time.monotonic())
@@ -325,7 +324,7 @@ class Run:
 
         result, _ = await evaluate(
             self._host,
-            self._chat,
+            self._tokenizer,
             complete,
             self._limits,
             sampling,
@@ -343,7 +342,7 @@ class Run:
             {
                 "rollout": r.rollout_id,
                 "task": r.task_id,
-                "text": self._chat.tokenizer.decode(r.token_ids),
+                "text": self._tokenizer.decode(r.token_ids),
                 "reward": r.reward,
                 "versions": [r.oldest_version, r.newest_version],
             }

@@ -61,6 +61,9 @@ class OptimiserOptions(BaseModel, extra="forbid"):
     micro_batch_tokens: int = Field(4096, ge=16, description="Tokens computed at a time")
     updates_per_batch: int = Field(1, ge=1, le=16, description="Optimizer updates on one batch")
     threads: int | None = Field(None, ge=1, description="Threads on a CPU; default: half the cores")
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Of the layers' products; weights and logits are float32"
+    )
     device: str = Field("auto", description="'auto', 'cpu', or a CUDA device")
 
 
@@ -120,6 +123,11 @@ class RLTrainSettings(CommonSettings):
     sampling: SamplingOptions = Field(default_factory=SamplingOptions)
     optimiser: OptimiserOptions = Field(default_factory=OptimiserOptions)
     engine: EngineOptions = Field(default_factory=EngineOptions)
+
+    @field_validator("out")
+    @classmethod
+    def _whole_path(cls, out: Path) -> Path:
+        return out.expanduser().absolute()
 
     @model_validator(mode="after")
     def _recipe_fits(self) -> RLTrainSettings:

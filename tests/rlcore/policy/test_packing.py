@@ -71,7 +71,7 @@ def test_log_probabilities_do_not_depend_on_the_packing(model, max_tokens):
     weighted = a_batch(3)
     got: dict[int, list[float]] = {}
     with torch.no_grad():
-        for batch in pack(weighted, max_tokens):
+        for batch in pack(weighted, max_tokens, 0):
             logprobs, _ = sampled_logprobs(model, batch)
             for sequence, value in zip(batch.sequence.tolist(), logprobs.tolist(), strict=True):
                 got.setdefault(sequence, []).append(value)
@@ -86,7 +86,7 @@ def test_every_sampled_token_is_there_once_with_its_own_stream(seed):
     weighted = a_batch(seed)
     rows = [
         (s, label, round(p, 6), round(a, 6))
-        for batch in pack(weighted, 64)
+        for batch in pack(weighted, 64, 0)
         for s, label, p, a in zip(
             batch.sequence.tolist(), batch.labels.tolist(), batch.inference_logprobs.tolist(),
             batch.advantages.tolist(), strict=True,
@@ -106,7 +106,7 @@ def test_every_sampled_token_is_there_once_with_its_own_stream(seed):
 def test_the_budget_holds_wherever_a_rollout_alone_keeps_it(seed):
     weighted = a_batch(seed)
     longest = max(len(w.rollout.token_ids) for w in weighted)
-    for batch in pack(weighted, longest):
+    for batch in pack(weighted, longest, 0):
         assert batch.token_ids.numel() <= longest
 
 
@@ -114,7 +114,7 @@ def test_a_prompt_shared_by_a_group_is_computed_once():
     draw = random.Random(0)
     prompt = list(range(20))
     weighted = [WeightedRollout(a_rollout(draw, str(i), prompt), 1.0, i) for i in range(8)]
-    (batch,) = pack(weighted, 10_000)
+    (batch,) = pack(weighted, 10_000, 0)
     assert int((batch.segments == PROMPT).sum()) == len(prompt)
 
 
@@ -127,7 +127,7 @@ def test_a_rollout_that_sampled_nothing_is_left_out():
     )  # fmt: skip
     check_rollout(empty)
     batches = pack(
-        [WeightedRollout(empty, 1.0, 0), WeightedRollout(a_rollout(draw, "a", [1]), 1.0, 1)], 64
+        [WeightedRollout(empty, 1.0, 0), WeightedRollout(a_rollout(draw, "a", [1]), 1.0, 1)], 64, 0
     )
     assert {s for batch in batches for s in batch.sequence.tolist()} == {1}
-    assert pack([WeightedRollout(empty, 1.0, 0)], 64) == []
+    assert pack([WeightedRollout(empty, 1.0, 0)], 64, 0) == []
