@@ -34,7 +34,7 @@ class RoleMeter:
         self.workers = workers
         self._start = self._last = now
         self._working = 0
-        self._depth = 0.0
+        self._depth = self._longest = 0.0
         self._clear()
 
     def working(self, workers: int, now: float) -> None:

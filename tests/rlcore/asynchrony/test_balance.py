@@ -140,6 +140,29 @@ def test_fewer_rollouts_run_where_they_only_wait_for_the_environment():
     assert plant.rate(balance.setting) > 0.97 * 2.0
 
 
+def constant(busy: tuple[float, float, float], queue: float = 0.0) -> Window:
+    return Window(*(RoleWindow(60.0, 1.0, share, queue, queue) for share in busy))
+
+
+def changes(balance: Balance, window: Window, windows: int = 100) -> int:
+    return sum(balance.observe(window).changed for _ in range(windows))
+
+
+def test_a_core_is_not_moved_where_its_role_could_not_do_without():
+    cores = Setting(8, 2, 2, 512)
+    fixed = Bounds(
+        replace(cores, generation_cores=1, training_cores=1),
+        replace(cores, generation_cores=3, training_cores=3),
+    )
+    assert changes(Balance(cores, fixed), constant((1.0, 0.1, 0.8))) == 0
+    assert changes(Balance(cores, fixed), constant((1.0, 0.1, 0.4))) > 0
+
+
+def test_rollouts_are_not_taken_from_an_environment_in_which_none_waits():
+    assert changes(Balance(START, BOUNDS), constant((0.3, 0.95, 0.3), queue=1.0)) == 0
+    assert changes(Balance(START, BOUNDS), constant((0.3, 0.95, 0.3), queue=5.0)) > 0
+
+
 def test_a_plant_that_changes_is_followed():
     plant = replace(PLANTS["training-bound"])
     balance = Balance(START, BOUNDS)

@@ -75,6 +75,33 @@ def test_it_goes_back_to_the_start_when_all_is_well():
     assert after(control, GOOD, 100) == 1.0
 
 
+def test_a_cause_has_to_persist_and_changes_are_a_cooldown_apart():
+    control = begun()
+    decisions = [control.observe(COLLAPSED) for _ in range(60)]
+    caused = [i for i, d in enumerate(decisions) if "entropy fell" in d.reason]
+    changed = [i for i, d in enumerate(decisions) if d.changed]
+    assert changed[0] == caused[0] + PERSISTENCE - 1
+    assert {b - a for a, b in itertools.pairwise(changed)} == {COOLDOWN + 1}
+
+
+def test_it_goes_back_step_by_step():
+    control = begun()
+    after(control, NOISE, 60)
+    temperatures = [control.observe(GOOD).temperature for _ in range(100)]
+    steps = [b - a for a, b in itertools.pairwise(temperatures) if a != b]
+    assert steps == pytest.approx([STEP] * len(steps))
+
+
+def test_between_the_thresholds_it_stays():
+    control = begun()
+    after(control, COLLAPSED, 60)
+    held = control.temperature
+    for between in (UpdateSample(0.4, 12, 1, 1), UpdateSample(1.0, 12, 5, 1)):
+        after(control, between, 1)
+        assert after(control, between, 60) == pytest.approx(held, abs=STEP)
+    assert control.temperature > 1.1
+
+
 def test_a_single_odd_update_changes_nothing():
     control = begun()
     for odd in (COLLAPSED, NOISE, SOLVED) * 3:
