@@ -24,8 +24,8 @@ TRIES = 20
 def tasks_of(name: str, size: int, seed: int) -> Iterable[dict[str, Any]]:
     """``size`` tasks with ``question`` and ``answer``; raises BenchError."""
     try:
-        import reasoning_gym  # type: ignore[import-not-found]
-        from reasoning_gym.factory import DATASETS  # type: ignore[import-not-found]
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise BenchError(
             f"reasoning-gym cannot be imported ({error}); pip install reasoning-gym"

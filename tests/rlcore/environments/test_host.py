@@ -198,6 +198,24 @@ def test_bad_input_is_told_at_the_start() -> None:
     hosted(body, tasks=3)
 
 
+HEAVY = """
+import sys
+from rlcore.environments import registry, worker
+
+registry.make("reasoning_gym:chain_sum", {})
+registry.make("tools", {})
+for path in registry.BUILT_IN.values():
+    registry._load("spec", path)
+import math_verify
+print(*sys.modules.keys() & {"torch", "transformers", "vllm", "openai", "pydantic"})
+"""
+
+
+def test_workers_import_nothing_heavy() -> None:
+    done = subprocess.run([sys.executable, "-c", HEAVY], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
 PARENT = """
 import asyncio, sys
 from rlcore.environments.host import EnvironmentHost

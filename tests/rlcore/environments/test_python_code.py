@@ -38,10 +38,9 @@ def test_the_last_block_is_the_program() -> None:
 def test_replies_are_scored_by_their_tests(file: str) -> None:
     if sandbox.problem_with(strong=True) is not None:
         pytest.skip("no strong sandbox here")
-    env, shares = (
-        PythonCode("python_code", file=file),
-        PythonCode("python_code", file=file, partial=True, limits={"cpu_s": 2, "wall_s": 5.0}),
-    )
+    quick: dict[str, float] = {"cpu_s": 1, "wall_s": 20.0}
+    env = PythonCode("python_code", file=file, limits=quick)
+    shares = PythonCode("python_code", file=file, limits=quick, partial=True)
     task = env.task("train", 0)
     name = task.data["question"].split()[1].rstrip(".")
     for body, reward, share, parts in [

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -117,6 +119,29 @@ def test_what_a_program_leaves_behind_ends_with_it(strong: Sandbox) -> None:
         " os.execv(sys.executable, ['escaped-from-the-sandbox', '-c', 'import time; time.sleep(99)'])"
     )
     assert run(strong, daemon).reason == "passed"
+
+
+RUNS_FOR_EVER = """
+from rlcore.environments.sandbox import Limits, Sandbox
+
+print("ready", flush=True)
+Sandbox(Limits(wall_s=999.0)).run("import time; time.sleep(999)", [])
+"""
+
+
+def test_a_program_dies_with_the_process_that_runs_it(strong: Sandbox) -> None:
+    runner = subprocess.Popen([sys.executable, "-c", RUNS_FOR_EVER], stdout=subprocess.PIPE)
+    assert runner.stdout is not None
+    assert runner.stdout.readline() == b"ready\n"
+    deadline = time.monotonic() + 30
+    while len(started := psutil.Process(runner.pid).children(recursive=True)) < 3:
+        assert time.monotonic() < deadline, "launcher, first process and program have not come up"
+        time.sleep(0.05)
+    runner.kill()
+    runner.wait(10)
+    runner.stdout.close()
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert not alive
 
 
 def test_a_program_sees_nothing_of_the_machine(strong: Sandbox) -> None:
