@@ -110,6 +110,16 @@ class Course:
             self.publisher.last_version = max(self.publisher.last_version, facts["last_version"])
         return facts
 
+    def retarget(self, target: Target, version: int) -> None:
+        """The target has new weights. The drafter learns on from where it is, from new traffic."""
+        self._target = target
+        self.intake.retarget(target, version)
+        self.publisher.target_version = version
+        if self.session is not None:
+            self.session.retarget(target)
+        if self._trial is not None:
+            self._trial.retarget(target)
+
     def facts(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the session."""
         return {

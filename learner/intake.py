@@ -38,26 +38,39 @@ class Intake:
 
     def __init__(self, settings: DrafterSettings, folder: Path | None, target: Target) -> None:
         self._target = target
-        budget = int(settings.replay_gib * 2**30)
-        split = HeldoutSplit(settings.heldout_share, int(HELDOUT_MARGIN * settings.gate_tokens))
-        self.replay = Replay(budget, split, settings.gate_tokens, settings.seed)
+        self._settings = settings
+        self._budget = int(settings.replay_gib * 2**30)
+        self.replay = self._empty_replay()
         self._defence = Defence(target, settings.seed)
         self._share = TenantShare()
         self._journal: Journal | None = None
         if folder is not None:
-            self._journal = Journal(folder / "replay", JOURNAL_FACTOR * budget, self._is_held)
+            self._journal = Journal(folder / "replay", JOURNAL_FACTOR * self._budget, self._is_held)
         self._loaded_end: Mark = (0, 0)
         """Up to where the journal is described by the loaded state."""
         self.aux_count = 0
         """Auxiliary layers whose states a span has to bring; those that the live drafter reads."""
         self.target_version = 0
-        """Traces of another one are refused; the server's hello sets it."""
+        """Traces of another one are refused."""
         self.received = 0
         """Spans taken, in total."""
         self.training_tokens = 0
         """Output positions received that may be trained on, in total."""
         self.heldout_tokens = 0
         """Output positions received that are held out, in total."""
+
+    def _empty_replay(self) -> Replay:
+        settings = self._settings
+        split = HeldoutSplit(settings.heldout_share, int(HELDOUT_MARGIN * settings.gate_tokens))
+        return Replay(self._budget, split, settings.gate_tokens, settings.seed)
+
+    def retarget(self, target: Target, version: int) -> None:
+        """Traces of this version of the target come now. The replay's states and distributions are
+        another one's, so it starts anew; in the journal they stay until their segment goes."""
+        self._target = target
+        self.target_version = version
+        self.replay = self._empty_replay()
+        self._defence = Defence(target, self._settings.seed)
 
     @property
     def aux_size(self) -> int:

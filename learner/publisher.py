@@ -42,6 +42,8 @@ class Publisher:
         self.store = store
         self._live_scores = LiveScores()
         self._updates_judged = 0
+        self.target_version = 0
+        """The target's that the traffic is of."""
         self.last_version = 0
         """The highest version number that any side has used."""
 
@@ -130,7 +132,7 @@ class Publisher:
             method=self._method,
             sha256="",
             target_id=parents.target_id,
-            target_version=parents.target_version,
+            target_version=self.target_version,
             origin="learned",
             tokens_seen=session.tokens_seen,
             updates=session.trainer.updates,

@@ -14,6 +14,7 @@ from pathlib import Path
 from learner.course import Course
 from learner.inbox import Inbox
 from learner.intake import Intake
+from learner.moving_target import MovingTarget
 from learner.target import Target
 from rlcore.log import get_logger
 from rlcore.records import (
@@ -22,6 +23,7 @@ from rlcore.records import (
     FetchDraft,
     Hello,
     LearnerReport,
+    TargetTensors,
     Verdict,
 )
 from rlcore.settings import LearnSettings
@@ -52,6 +54,7 @@ class Learner:
         self._intake = Intake(settings, folder, target)
         store = WeightStore(folder / "drafts")
         self._course = Course(settings, target, store, self._intake, watched=True)
+        self._moving = MovingTarget(target, self._inbox, self._course.retarget)
         self._store = store
         self._asked: tuple[bytes, int, str] | None = None
         """(server, version, digest) of the files that are on their way."""
@@ -109,6 +112,8 @@ class Learner:
                 self._receive_live(server, message, frames)
             elif isinstance(message, Verdict):
                 self._hear(message)
+            elif isinstance(message, TargetTensors):
+                self._moving.receive(server, message, frames)
             else:
                 self._inbox.reject("unexpected")
 
@@ -124,11 +129,12 @@ class Learner:
                 speculative_tokens=hello.speculative_tokens,
             )
             return
-        self._intake.target_version = hello.target_version
         publisher = self._course.publisher
         publisher.last_version = max(publisher.last_version, hello.last_version)
         self._inbox.accept(server)
         self._course.serves(hello.live_version)
+        if not self._moving.follow(server, hello, time.monotonic()):
+            return
         named, live = (hello.live_version, hello.live_sha256), self._course.live
         known = live is not None and named == (live.version, live.sha256)
         if known or named == self._unusable:

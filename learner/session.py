@@ -76,6 +76,12 @@ class TrainingSession:
 
         return objective
 
+    def retarget(self, target: Target) -> None:
+        """The target has new weights; the drafter learns on from where it is."""
+        self.target = target
+        self.drafter.retarget(target)
+        self.trainer.objective = self._objective()
+
     def update(self, spans: list[Span]) -> UpdateMetrics:
         """One optimizer step on these spans."""
         self.drafter.train()

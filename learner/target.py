@@ -73,6 +73,19 @@ class Target:
         """[H]"""
         return self.tensor("model.norm.weight")
 
+    def moved(self, embedding: Tensor, final_norm: Tensor, lm_head: Tensor | None = None) -> Target:
+        """The same model with other weights, of which these are known; ``lm_head`` None: tied.
+
+        ``tensor`` still reads the folder.
+        """
+        target = Target(self.folder, self.config)
+        vars(target).update(
+            embedding=embedding,
+            final_norm=final_norm,
+            lm_head=embedding if lm_head is None else lm_head,
+        )
+        return target
+
     @cached_property
     def special_ids(self) -> list[int]:
         """Ids that end or structure an answer: eos, and the tokenizer's special tokens."""

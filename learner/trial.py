@@ -8,6 +8,7 @@ from typing import Any
 from learner.batch import Span
 from learner.live import LiveDraft
 from learner.shadow import shadow
+from learner.target import Target
 from learner.watch import Watch
 from rlcore.log import get_logger
 from rlcore.records import Retreat
@@ -54,6 +55,12 @@ class Trial:
             self._order = Retreat(self._live.version, before.version, result.reason)
             self._goal = before.sha256
         self._watch = self._before = None
+
+    def retarget(self, target: Target) -> None:
+        """The target has new weights; both versions drafted and are replayed with them from now on."""
+        for version in (self._live, self._before):
+            if version is not None:
+                version.drafter.retarget(target)
 
     def order(self) -> Retreat | None:
         """The order to go back, until the server has left the version."""

@@ -260,6 +260,8 @@ class Hello(msgspec.Struct, tag="hello", tag_field="kind"):
     """Digest of the live weights: a version number alone could be another home's."""
     last_version: int
     """The highest version number in the server's store; new ones count on from there."""
+    target_sha256: str = ""
+    """Of a target version that was published to the server; empty for its own target."""
     schema: int = SCHEMA_VERSION
 
 
@@ -327,6 +329,26 @@ class DraftFiles(msgspec.Struct, tag="draft_files", tag_field="kind"):
     schema: int = SCHEMA_VERSION
 
 
+class FetchTarget(msgspec.Struct, tag="fetch_target", tag_field="kind"):
+    """The learner asks a server for what it needs of the live version of the target."""
+
+    version: int
+    schema: int = SCHEMA_VERSION
+
+
+class TargetTensors(msgspec.Struct, tag="target_tensors", tag_field="kind"):
+    """Answer to FetchTarget; the tensors' bytes follow as frames, in the order of ``tensors``.
+
+    ``embedding`` [V, H], ``final_norm`` [H], and ``lm_head`` [V, H] unless it is the embedding.
+    ``error`` is set, and no frames follow, when the version cannot be had.
+    """
+
+    version: int
+    tensors: list[TensorSpec] = []
+    error: str | None = None
+    schema: int = SCHEMA_VERSION
+
+
 class Verdict(msgspec.Struct, tag="verdict", tag_field="kind"):
     """What the server did with a version that it was told to make live."""
 
@@ -340,7 +362,10 @@ class Verdict(msgspec.Struct, tag="verdict", tag_field="kind"):
 
 
 EngineMessage = EngineReport | RequestEnd
-LearnerMessage = Hello | LearnerReport | Announce | Retreat | FetchDraft | DraftFiles | Verdict
+LearnerMessage = (
+    Hello | LearnerReport | Announce | Retreat | FetchDraft | DraftFiles | Verdict
+    | FetchTarget | TargetTensors
+)  # fmt: skip
 Message = VerifyTrace | EngineMessage | LearnerMessage
 
 _encoder = msgspec.msgpack.Encoder()

@@ -5,10 +5,21 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlcore.errors import PacelineError
 from rlcore.home import Home
 from rlcore.models import resolve_target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SHARED_WITH_DRAFTERS = {
+    "embedding": "model.embed_tokens.weight",
+    "final_norm": "model.norm.weight",
+    "lm_head": "lm_head.weight",
+}
+"""What a learner needs of a target, and its name in a checkpoint; a tied head is not in one."""
 
 
 class TargetError(PacelineError):
@@ -58,3 +69,21 @@ def model_identity(folder: Path) -> str:
             digest.update(file.read(1 << 20))
     label = re.sub(r"[^A-Za-z0-9.]+", "-", folder.name).strip("-")[:48]
     return f"{label}-{digest.hexdigest()}"
+
+
+def shared_with_drafters(folder: Path) -> dict[str, Tensor]:
+    """Those tensors of a checkpoint of one file, as stored. Raises TargetError."""
+    from safetensors import SafetensorError, safe_open
+
+    from rlcore.weights import WEIGHTS
+
+    try:
+        with safe_open(folder / WEIGHTS, "pt") as file:
+            kept = set(file.keys())
+            return {
+                name: file.get_tensor(stored)
+                for name, stored in SHARED_WITH_DRAFTERS.items()
+                if stored in kept
+            }
+    except (OSError, SafetensorError) as error:
+        raise TargetError(f"{folder / WEIGHTS} cannot be read: {error}") from None

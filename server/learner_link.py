@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import torch
 import zmq
 import zmq.asyncio
 
@@ -17,15 +18,19 @@ from rlcore.records import (
     Announce,
     DraftFiles,
     FetchDraft,
+    FetchTarget,
     Hello,
     LearnerMessage,
     LearnerReport,
     RecordError,
     Retreat,
+    TargetTensors,
+    TensorSpec,
     Verdict,
     decode_learner_message,
     encode,
 )
+from rlcore.target import TargetError, shared_with_drafters
 from rlcore.transport import MAX_WEIGHT_FRAME_BYTES, open_socket
 from rlcore.weights import WeightError
 from server.drafts import DraftError, Drafts
@@ -96,6 +101,8 @@ class LearnerLink:
             self._start(self._go_back(message))
         elif isinstance(message, FetchDraft):
             self._start(self._give(message.version))
+        elif isinstance(message, FetchTarget):
+            self._start(self._give_target(message.version))
         elif isinstance(message, DraftFiles):
             self._receive_files(message, frames)
 
@@ -167,6 +174,25 @@ class LearnerLink:
         sizes = [len(content) for content in files.values()]
         await self._send(DraftFiles(version, list(files), sizes), list(files.values()))
 
+    async def _give_target(self, version: int) -> None:
+        policy = self._policy
+        if version != policy.live:
+            answer = TargetTensors(version, error=f"version {policy.live} is live")
+            await self._send(answer)
+            return
+        try:
+            tensors = await asyncio.to_thread(shared_with_drafters, policy.folder)
+        except TargetError as error:
+            log.warning("the learner cannot follow the policy", version=version, reason=str(error))
+            await self._send(TargetTensors(version, error=str(error)))
+            return
+        specs = [
+            TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape))
+            for name, t in tensors.items()
+        ]
+        frames = [t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors.values()]
+        await self._send(TargetTensors(version, specs), frames)
+
     async def _greet(self) -> None:
         while True:
             await self._greet_once()
@@ -185,6 +211,7 @@ class LearnerLink:
                 self._drafts.live,
                 self._drafts.manifest().sha256,
                 self._drafts.next_version() - 1,
+                self._policy.sha256,
             )
         )
 

@@ -74,6 +74,10 @@ class Drafter(nn.Module, ABC):
         return self.vocab[self.logits(hidden).argmax(-1)]
 
     @abstractmethod
+    def retarget(self, target: Target) -> None:
+        """The target has new weights: take over what is shared with it."""
+
+    @abstractmethod
     def export(self, dtype: torch.dtype = torch.float32) -> Exported:
         """What vLLM loads, in its layout."""
 

@@ -53,6 +53,9 @@ class DraftModel(Drafter):
                 parameter.copy_(target.tensor(name))
         return cls(model, _training_vocab(target, vocab_size, counts))
 
+    def retarget(self, target: Target) -> None:
+        """Nothing is shared: its embedding and head are copies."""
+
     def unroll(self, batch: SpanBatch, steps: int, *, own_tokens: bool = False) -> list[Tensor]:
         if own_tokens:
             return self._unroll_own(batch, steps)

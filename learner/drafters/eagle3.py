@@ -115,6 +115,9 @@ class Eagle3(Drafter):
         head._start(target, seed)
         return head
 
+    def retarget(self, target: Target) -> None:
+        self.embedding = target.embedding
+
     @torch.no_grad()
     def _start(self, target: Target, seed: int) -> None:
         """At first the layer is the target's last one: its features pass to the target's head.

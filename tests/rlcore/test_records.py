@@ -22,12 +22,14 @@ from rlcore.records import (
     DraftManifest,
     EngineReport,
     FetchDraft,
+    FetchTarget,
     Hello,
     LearnerReport,
     RecordError,
     RequestEnd,
     Retreat,
     Sampling,
+    TargetTensors,
     TensorSpec,
     Verdict,
     VerifyStep,
@@ -48,6 +50,8 @@ MESSAGES = {
         FetchDraft,
         DraftFiles,
         Verdict,
+        FetchTarget,
+        TargetTensors,
     ),
 }
 
@@ -89,6 +93,15 @@ messages = {
     DraftFiles: st.builds(
         DraftFiles, version=integers, names=st.lists(names, max_size=3),
         sizes=st.lists(counts, max_size=3), error=st.none() | names,
+    ),
+    FetchTarget: st.builds(FetchTarget, version=integers),
+    TargetTensors: st.builds(
+        TargetTensors, version=integers, error=st.none() | names,
+        tensors=st.lists(
+            st.builds(TensorSpec, name=names, dtype=st.sampled_from(["float32", "bfloat16"]),
+                      shape=st.tuples(counts, counts)),
+            max_size=3,
+        ),
     ),
     Verdict: st.builds(
         Verdict, version=integers, live=st.booleans(), live_version=integers,
