@@ -30,8 +30,9 @@ def test_arithmetic_is_exact(made: tuple[str, Fraction]) -> None:
     "expression",
     [
         "", "2 +", "x", "__import__('os').system('true')", "(1).__class__", "[1]", "True", "1 if 1 else 2",
-        "'a' * 9", "1j", "1 / 0", "0 ** -1", "2 ** 0.5", "9 ** 9 ** 9", "9" * 190, f"{10**90} * {10**90}", "1e308", "~1", "1 << 9",
+        "'a' * 9", "1j", "1 / 0", "0 ** -1", "2 ** 0.5", "9 ** 9 ** 9", "9" * 190, "1e308", "~1", "1 << 9",
         "(" * 199, "-" * 199 + "1" * 2, "\0", "1\n2",
+        f"{10**90} * {10**90}",
     ],
 )  # fmt: skip
 def test_what_is_no_small_arithmetic_is_a_fault(expression: str) -> None:
