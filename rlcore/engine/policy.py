@@ -14,7 +14,6 @@ the first policy comes, so that a server whose target never moves does not hold 
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Mapping
@@ -33,8 +32,6 @@ from rlcore.weights import WEIGHTS, WeightError, check_shapes, read_checked
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
-
-LOWEST_PRIORITY = 19
 
 COMPUTED = "rotary_emb.inv_freq"
 """Old checkpoints bring it; it follows from the configuration."""
@@ -150,8 +147,6 @@ class _Staging(threading.Thread):
         self.error: WeightError | None = None
 
     def run(self) -> None:
-        # The steps go first; on Linux a priority is a thread's own, and its helpers' after it.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         try:
             self.weights = self._slot.check(self._folder, self._sha256)
         except WeightError as error:

@@ -23,8 +23,10 @@ from rlcore.records import (
     DraftFiles,
     DraftManifest,
     FetchDraft,
+    FetchTarget,
     Hello,
     LearnerMessage,
+    TargetTensors,
     Verdict,
     VerifyTrace,
     decode_learner_message,
@@ -70,6 +72,7 @@ class LearnerTap:
         self.problems: list[str] = []
         self.hellos: list[Hello] = []
         self.verdicts: dict[int, Verdict] = {}
+        self.targets: dict[int, tuple[TargetTensors, list[bytes]]] = {}
         self._files: dict[int, dict[str, bytes]] = {}
         self._captured: list[Captured] = []
         self._outgoing: deque[LearnerMessage] = deque()
@@ -136,6 +139,15 @@ class LearnerTap:
                 raise TimeoutError(f"no verdict on version {version}")
         return self.verdicts[version]
 
+    def target(self, version: int, deadline_s: float = 30.0) -> tuple[TargetTensors, list[bytes]]:
+        """Ask for what a learner needs of a target version, and give back the server's answer."""
+        self._outgoing.append(FetchTarget(version))
+        end = time.monotonic() + deadline_s
+        while version not in self.targets:
+            if not self._wait(end):
+                raise TimeoutError(f"no tensors of target version {version}")
+        return self.targets.pop(version)
+
     def hello(self, deadline_s: float = 30.0) -> Hello:
         """The server's newest introduction."""
         end = time.monotonic() + deadline_s
@@ -185,6 +197,8 @@ class LearnerTap:
                 self.hellos.append(message)
             elif isinstance(message, Verdict):
                 self.verdicts[message.version] = message
+            elif isinstance(message, TargetTensors):
+                self.targets[message.version] = message, [bytes(f) for f in frames[2:]]
             elif isinstance(message, FetchDraft):
                 files = self._files.get(message.version)
                 if files is None:
