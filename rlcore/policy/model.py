@@ -11,15 +11,19 @@ from torch import Tensor, nn
 from rlcore.errors import PacelineError
 from rlcore.policy.logprobs import chosen_logprobs
 from rlcore.policy.packing import PolicyBatch
+from rlcore.policy.split_linear import split_linears
 
 
 class PolicyError(PacelineError):
     """A policy that cannot be trained."""
 
 
-def load_policy(folder: Path, device: torch.device | str = "cpu") -> nn.Module:
-    """A causal language model in float32, in training mode without dropout.
+def load_policy(
+    folder: Path, device: torch.device | str = "cpu", *, fast: bool = False
+) -> nn.Module:
+    """A causal language model in float32, without dropout.
 
+    ``fast``: with bfloat16 products in its layers, to be used with ``sampled_logprobs(fast=True)``.
     Raises PolicyError when the folder holds none.
     """
     from transformers import AutoModelForCausalLM
@@ -33,7 +37,13 @@ def load_policy(folder: Path, device: torch.device | str = "cpu") -> nn.Module:
         raise PolicyError(
             f"{folder} cannot be loaded as a causal language model: {cause}"
         ) from None
+    if model.get_output_embeddings().bias is not None:
+        raise PolicyError(
+            f"{folder}: a policy whose output layer has a bias cannot be trained here"
+        )
     model.config.use_cache = False
+    if fast:
+        split_linears(model.model)
     module: nn.Module = model.to(device).eval()  # eval: no dropout, as in inference
     return module
 
@@ -51,23 +61,19 @@ def config_of(module: Any) -> dict[str, Any]:
 
 
 def sampled_logprobs(
-    module: Any, batch: PolicyBatch, *, autocast: bool = False
+    module: Any, batch: PolicyBatch, *, fast: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(log-probabilities [S] with gradient, entropies [S] without) of the sampled tokens.
 
-    Both at the temperature that each token was sampled at. ``autocast``: bfloat16 in the layers; the
-    weights and the logits stay float32.
+    Both at the temperature that each token was sampled at. ``fast``: attention in bfloat16 as well;
+    the weights, the sums between layers and the logits are float32.
     """
-    if module.lm_head.bias is not None:
-        raise PolicyError("a policy whose output layer has a bias is not supported")
     device = batch.token_ids.device.type
-    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+    with torch.autocast(device, torch.bfloat16, enabled=fast):
         hidden = module.model(
             input_ids=batch.token_ids,
             position_ids=batch.positions,
             attention_mask=batch.attention_mask(),
         ).last_hidden_state
     rows = hidden.flatten(0, 1)[batch.predicted_at].float()
-    return chosen_logprobs(
-        rows, module.lm_head.weight, batch.labels, batch.temperatures, fast=autocast
-    )
+    return chosen_logprobs(rows, module.lm_head.weight, batch.labels, batch.temperatures, fast=fast)

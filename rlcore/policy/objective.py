@@ -18,23 +18,23 @@ class PolicyObjective:
     """Called by ``rlcore.trainer.Trainer`` with the policy and one micro-batch."""
 
     def __init__(
-        self, recipe: Recipe, max_tokens: int, reference: nn.Module | None, autocast: bool
+        self, recipe: Recipe, max_tokens: int, reference: nn.Module | None, fast: bool
     ) -> None:
         """``max_tokens``: the most that a rollout may sample. ``reference``: frozen, for the KL.
 
-        ``autocast``: bfloat16 in the layers.
+        ``fast``: as in ``sampled_logprobs``.
         """
-        self.autocast = autocast
+        self._fast = fast
         self._recipe = recipe
         self._max_tokens = max_tokens
         self._reference = reference
 
     def __call__(self, module: nn.Module, batch: PolicyBatch, /) -> LossOutput:
-        logprobs, entropies = sampled_logprobs(module, batch, autocast=self.autocast)
+        logprobs, entropies = sampled_logprobs(module, batch, fast=self._fast)
         reference = None
         if self._reference is not None:
             with torch.no_grad():
-                reference, _ = sampled_logprobs(self._reference, batch, autocast=self.autocast)
+                reference, _ = sampled_logprobs(self._reference, batch, fast=self._fast)
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         output = policy_loss(
             self._recipe,
@@ -56,5 +56,5 @@ class PolicyObjective:
     @torch.no_grad()
     def with_old_logprobs(self, module: nn.Module, batch: PolicyBatch) -> PolicyBatch:
         """With the present policy's log-probabilities, for more than one update on a batch."""
-        logprobs, _ = sampled_logprobs(module, batch, autocast=self.autocast)
+        logprobs, _ = sampled_logprobs(module, batch, fast=self._fast)
         return dataclasses.replace(batch, old_logprobs=logprobs)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rlcore.generator.base import Completion, GeneratorError, GeneratorStatus, Published
 from rlcore.generator.process import ChildServer
@@ -22,6 +24,8 @@ BACK_DEADLINE = 300.0
 """Seconds that a server which is not ours is given to come back."""
 
 MODEL_NAME = "policy"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,13 +59,16 @@ class Engine:
 
     async def start(self) -> None:
         """Raises GeneratorError."""
+        await self._start_server()
+        self._ready.set()
+
+    async def _start_server(self) -> None:
         if self._server is not None:
             log.info("the server starts", log=str(self._server.log_file))
             await self._server.start()
             self._url = self._server.url
         assert self._url is not None
         self._generator = ServerGenerator(self._url, MODEL_NAME, self._key)
-        self._ready.set()
 
     @property
     def generator(self) -> ServerGenerator:
@@ -76,34 +83,24 @@ class Engine:
         self, prompt_ids: list[int], sampling: Sampling, max_tokens: int, *, priority: int = 0
     ) -> Completion:
         """A completion, over any loss of the engine; raises GeneratorError."""
-        for attempt in range(ATTEMPTS):
-            await self._ready.wait()
-            try:
-                return await self.generator.complete(
-                    prompt_ids, sampling, max_tokens, priority=priority
-                )
-            except GeneratorError as error:
-                if not error.gone or attempt == ATTEMPTS - 1:
-                    raise
-                await self._bring_back(self.restarts)
-        raise AssertionError("unreachable")
+        return await self._asking(
+            lambda _: self.generator.complete(prompt_ids, sampling, max_tokens, priority=priority)
+        )
 
     async def publish(self, live: Live) -> Published:
         """Make a version the one that samples; raises GeneratorError."""
-        self._live = live
-        for attempt in range(ATTEMPTS):
-            await self._ready.wait()
-            try:
-                return await self.generator.publish(live.version, live.folder, live.sha256)
-            except GeneratorError as error:
-                if not error.gone or attempt == ATTEMPTS - 1:
-                    raise
-                await self._bring_back(self.restarts)  # it publishes what is live
-                return Published(live.version, 0.0, 0)
-        raise AssertionError("unreachable")
+
+        async def ask(attempt: int) -> Published:
+            self._live = live
+            if attempt and (await self.generator.status()).policy_version == live.version:
+                return Published(live.version, 0.0, 0)  # the engine was brought back with it
+            return await self.generator.publish(live.version, live.folder, live.sha256)
+
+        return await self._asking(ask)
 
     async def status(self) -> GeneratorStatus:
-        return await self.generator.status()
+        """Over any loss of the engine; raises GeneratorError."""
+        return await self._asking(lambda _: self.generator.status())
 
     async def close(self) -> None:
         if self._generator is not None:
@@ -111,17 +108,35 @@ class Engine:
         if self._server is not None:
             await self._server.stop()
 
+    async def _asking(self, ask: Callable[[int], Awaitable[T]]) -> T:
+        """``ask`` with the number of the attempt, the engine being brought back in between."""
+        for attempt in range(ATTEMPTS):
+            await self._ready.wait()
+            seen = self.restarts
+            try:
+                return await ask(attempt)
+            except GeneratorError as error:
+                if not error.gone or attempt == ATTEMPTS - 1:
+                    raise
+                await self._bring_back(seen)
+        raise AssertionError("unreachable")
+
     async def _bring_back(self, seen: int) -> None:
-        """Start it again, or wait for it, and publish what was live. ``seen``: restarts known of."""
+        """Start it again, or wait for it, and publish what was live. ``seen``: restarts known of.
+
+        Nobody samples before the live version does: others wait for ``_ready``.
+        """
         async with self._bringing_back:
             if self.restarts != seen:
                 return  # another request has seen to it
+            if self._server is not None and self._server.alive and await self.generator.healthy():
+                return  # a connection was lost, not the server
             self._ready.clear()
             if self._server is not None:
                 log.warning("the server is gone and is started again")
                 await self.generator.close()
                 await self._server.stop()
-                await self.start()
+                await self._start_server()
             else:
                 log.warning("the server does not answer; waiting for it", url=self._url)
                 await self._wait_for_it()

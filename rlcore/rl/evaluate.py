@@ -57,9 +57,9 @@ async def evaluate(
 
     async def one(index: int, number: int) -> Rollout | None:
         async with slots:
-            task = await host.task("test", index)
             name = f"eval-{index}.{number}"
             try:
+                task = await host.task("test", index)
                 return await play(
                     task, name, str(index), host, tokenizer, complete, sampling, limits
                 )

@@ -66,15 +66,16 @@ class PolicyLearner:
         self.micro_batch_tokens = options.micro_batch_tokens
         """For the balance controller to set."""
         self._updates_per_batch = options.updates_per_batch
-        self.policy = load_policy(folder, self.device)
+        fast = options.precision == "bfloat16"
+        self.policy = load_policy(folder, self.device, fast=fast)
         reference = None
         if self.recipe.needs_reference:
-            reference = load_policy(folder, self.device).requires_grad_(False)
+            reference = load_policy(folder, self.device, fast=fast).requires_grad_(False)
         self._objective = PolicyObjective(
             self.recipe,
             settings.sampling.max_tokens,
             reference,
-            autocast=options.precision == "bfloat16",
+            fast=fast,
         )
         self.trainer: Trainer[Any, PolicyBatch] = Trainer(
             self.policy,

@@ -130,10 +130,12 @@ class RolloutFloor:
     async def _play_group(self, turn: Turn, name: str, admitted: int) -> None:
         self._rewards[name] = []
         try:
-            played = await asyncio.gather(
-                *(self._play(turn, name, admitted, i) for i in range(self._group_size))
-            )
-            group = [rollout for rollout in played if rollout is not None]
+            async with asyncio.TaskGroup() as tasks:  # an error in one ends the others
+                plays = [
+                    tasks.create_task(self._play(turn, name, admitted, i))
+                    for i in range(self._group_size)
+                ]
+            group = [rollout for play in plays if (rollout := play.result()) is not None]
             if len(group) == self._group_size:
                 self._finish(turn, name, group)
             else:

@@ -48,9 +48,6 @@ KEPT_POLICIES = 2
 SAMPLES_SHOWN = 4
 """Rollouts of each update that are written out for people."""
 
-LARGEST_MICRO_BATCH = 4
-"""Times the configured tokens that the balance may compute at once."""
-
 EVALUATION_PRIORITY = -(2**30)
 """Before every rollout."""
 
@@ -396,11 +393,12 @@ class Run:
 
 
 def _balance(settings: RLTrainSettings) -> Balance:
-    """Cores stay where they are: the engine's threads are fixed when it starts."""
+    """Cores stay where they are, for the engine's threads are fixed when it starts; and no micro-batch is
+    larger than the one that was configured, which may be all that fits."""
     tokens = settings.optimiser.micro_batch_tokens
     start = Setting(settings.concurrency, 1, 1, tokens)
     least = Setting(min(settings.concurrency, settings.group_size), 1, 1, min(tokens, 1024))
-    most = Setting(4 * settings.concurrency, 1, 1, LARGEST_MICRO_BATCH * tokens)
+    most = Setting(4 * settings.concurrency, 1, 1, tokens)
     return Balance(start, Bounds(least, most))
 
 

@@ -67,19 +67,24 @@ def load(out: Path, identity: Mapping[str, Any]) -> Saved:
     if found is None:
         raise UsageError(f"{out} holds no checkpoint to resume from; leave out --resume")
     tensors, facts = found
-    for name, value in identity.items():
-        if facts["identity"][name] != value:
-            raise UsageError(
-                f"the checkpoint in {out} has {name} {facts['identity'][name]}, this run {value}; "
-                "resume with the same, or give another --out"
-            )
-    return Saved(
-        tensors=tensors,
-        counters=facts["counters"],
-        books=facts["books"],
-        waiting=msgspec.convert(facts["waiting"], dict[str, list[Rollout]]),
-        controllers=facts["controllers"],
-    )
+    try:
+        for name, value in identity.items():
+            if (had := facts["identity"][name]) != value:
+                raise UsageError(
+                    f"the checkpoint in {out} has {name} {had}, this run {value}; "
+                    "resume with the same, or give another --out"
+                )
+        return Saved(
+            tensors=tensors,
+            counters=facts["counters"],
+            books=facts["books"],
+            waiting=msgspec.convert(facts["waiting"], dict[str, list[Rollout]]),
+            controllers=facts["controllers"],
+        )
+    except (LookupError, TypeError, msgspec.ValidationError) as error:
+        raise UsageError(
+            f"the checkpoint in {out} is not one of this version ({error!r}); start anew in another --out"
+        ) from None
 
 
 def restore(books: Books, saved: Saved) -> None:
