@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 
@@ -11,6 +10,7 @@ from learner.recording import Recording
 from rlcore.errors import PacelineError
 from rlcore.home import Home
 from rlcore.log import get_logger, setup_logging
+from rlcore.parent import end_with_parent
 from rlcore.settings import LearnSettings, ReplaySettings, load
 from rlcore.target import local_model, model_identity
 from rlcore.transport import EndpointError
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     settings = load(LearnSettings, argv, "paceline learn")
     setup_logging("learner", settings.log_json, settings.log_level)
     if settings.parent_pid is not None:
-        _end_with(settings.parent_pid)
+        end_with_parent(settings.parent_pid)
     home = Home(settings.home)
     with home.lock("learn"):
         return _learn(settings, home)
@@ -53,14 +53,6 @@ def _rehearse(settings: ReplaySettings) -> int:
     facts = rehearse(settings, recordings, Target.open(folder), model_identity(folder), home)
     log.info("learned", folder=str(settings.out), **facts)
     return 0
-
-
-def _end_with(parent_pid: int) -> None:
-    """Have the kernel send SIGTERM when the process that started this one is gone (Linux prctl)."""
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
-    ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGTERM)
-    if os.getppid() != parent_pid:
-        raise LearnError("the server that started this learner is gone")
 
 
 def _learn(settings: LearnSettings, home: Home) -> int:

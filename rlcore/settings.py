@@ -163,6 +163,9 @@ class ServeSettings(CommonSettings):
         2048, ge=32, le=32768, description="Longest span of a trace, tokens"
     )
     capture_queue: int = Field(256, ge=1, description="Spans held before the oldest is dropped")
+    parent_pid: int | None = Field(
+        None, ge=1, description="Process that started it; the server ends when that one is gone"
+    )
     learning: LearningOptions = Field(default_factory=LearningOptions)
     engine_args: Annotated[list[str], NoDecode] = Field(
         default_factory=list, description="vLLM's own arguments (also: everything after --)"

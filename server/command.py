@@ -13,6 +13,7 @@ from rlcore.engine.options import EngineOptions
 from rlcore.errors import PacelineError
 from rlcore.home import Home
 from rlcore.log import get_logger, setup_logging
+from rlcore.parent import end_with_parent
 from rlcore.settings import ServeSettings, load
 from rlcore.target import local_model, model_identity
 from rlcore.transport import EndpointError, learner_endpoints
@@ -33,6 +34,8 @@ class StartError(PacelineError):
 def main(argv: list[str]) -> int:
     settings = load(ServeSettings, argv, "paceline serve")
     setup_logging("server", settings.log_json, settings.log_level)
+    if settings.parent_pid is not None:
+        end_with_parent(settings.parent_pid)
     home = Home(settings.home)
     with home.lock("serve"):
         return _serve(settings, home)

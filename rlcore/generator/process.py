@@ -52,7 +52,11 @@ class ChildServer:
     async def start(self) -> None:
         """Until it serves; raises GeneratorError and leaves nothing running."""
         self.port = _free_port()
-        command = [sys.executable, "-P", "-m", "rlcore.cli", "serve", "--port", str(self.port)]
+        command = [
+            sys.executable, "-P", "-m", "rlcore.cli", "serve",
+            "--port", str(self.port),
+            "--parent-pid", str(os.getpid()),
+        ]  # fmt: skip
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_file, "ab") as output:
             self._process = await asyncio.create_subprocess_exec(
@@ -87,9 +91,9 @@ class ChildServer:
                 await asyncio.sleep(0.3)
 
     async def stop(self) -> None:
-        """End it and everything it started."""
+        """End it and everything it started, also when it was killed itself."""
         process = self._process
-        if process is None or process.returncode is not None:
+        if process is None:
             return
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
@@ -101,6 +105,7 @@ class ChildServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
+        self._process = None  # its number may be another's from now on
 
     def _tail(self) -> str:
         lines = self.log_file.read_text(errors="replace").splitlines()
