@@ -35,6 +35,10 @@ class PolicyError(PacelineError):
     """A version that cannot be made live; the live one is untouched."""
 
 
+class EngineGone(PolicyError):
+    """There is no engine to give it to."""
+
+
 class PolicySwap(msgspec.Struct, frozen=True):
     """One version that went live, and what that cost."""
 
@@ -86,7 +90,7 @@ class Policy:
             raise self._refused(version, WeightError("busy", "another version is on its way"))
         async with self._lock:
             if self._swap is None:
-                raise PolicyError("the engine is not up yet")
+                raise EngineGone("the engine is not up yet")
             try:
                 if version <= self.live:
                     raise WeightError("old", f"version {self.live} is live; count on from there")
@@ -96,7 +100,7 @@ class Policy:
                 raise self._refused(version, error) from None
             except Exception as error:  # whatever vLLM raises when its engine is gone
                 self.failed["engine"] = self.failed.get("engine", 0) + 1
-                raise PolicyError(f"the engine could not be asked: {error}") from error
+                raise EngineGone(f"the engine could not be asked: {error}") from error
             swap = PolicySwap(version=version, sha256=sha256, at=time.time(), **report)
             self.folder, self.live, self.sha256 = folder, version, sha256
             self.swaps.append(swap)

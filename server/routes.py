@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 
 from rlcore.weights import WeightError
 from server.drafts import DraftError
-from server.policy import PolicyError
+from server.policy import EngineGone, PolicyError
 from server.status import ServerState, acceptance_view, status
 
 router = APIRouter(prefix="/v1/paceline", tags=["paceline"])
@@ -89,6 +89,8 @@ async def post_policy(request: Request, version: PolicyVersion) -> dict[str, Any
         raise HTTPException(403, "without --api-key only this machine may change the policy")
     try:
         swap = await state.policy.publish(version.folder, version.version, version.sha256)
+    except EngineGone as error:
+        raise HTTPException(503, str(error)) from None
     except PolicyError as error:
         raise HTTPException(409, str(error)) from None
     return {"live": state.policy.live, **msgspec.to_builtins(swap)}

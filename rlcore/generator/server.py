@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,12 @@ PUBLISH_DEADLINE = 300.0
 
 STATUS_DEADLINE = 15.0
 
+CONNECT_DEADLINE = 10.0
+
+IDLE_CONNECTION = 2.0
+"""Seconds that an unused connection is kept: fewer than the five after which the server closes it, or a
+request could be sent into one that is just being closed."""
+
 
 class ServerGenerator:
     def __init__(self, url: str, model: str, api_key: str | None = None) -> None:
@@ -30,8 +36,7 @@ class ServerGenerator:
         self._client = httpx.AsyncClient(
             base_url=self.url,
             headers=headers,
-            timeout=httpx.Timeout(REQUEST_DEADLINE, connect=10.0),
-            limits=httpx.Limits(max_connections=None),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=IDLE_CONNECTION),
         )
 
     async def complete(
@@ -63,28 +68,39 @@ class ServerGenerator:
         response = await self._request("POST", "/v1/completions", body, REQUEST_DEADLINE, headers)
         try:
             return _completion(_json(response), int(response.headers["x-paceline-draft-version"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise GeneratorError(
-                f"{self.url} answered without what a rollout needs ({error!r}); is it a Paceline "
-                "server of this version?"
-            ) from None
+        except (LookupError, TypeError, ValueError) as error:
+            raise self._strange("a rollout", error) from None
 
     async def publish(self, version: int, folder: Path, sha256: str) -> Published:
         body = {"version": version, "folder": str(folder), "sha256": sha256}
         response = await self._request("POST", "/v1/paceline/policy", body, PUBLISH_DEADLINE, {})
         answer = _json(response)
-        return Published(version, answer["stall_seconds"], answer["frozen_tokens"])
+        try:
+            return Published(version, answer["stall_seconds"], answer["frozen_tokens"])
+        except (LookupError, TypeError) as error:
+            raise self._strange("a publication", error) from None
 
     async def status(self) -> GeneratorStatus:
         answer = _json(await self._request("GET", "/v1/paceline/status", None, STATUS_DEADLINE, {}))
-        total = answer["acceptance"]["total"]
-        return GeneratorStatus(
-            policy_version=answer["target"]["version"],
-            draft_version=answer["draft"]["live"],
-            emitted=total["emitted"],
-            draft_steps=total["steps"],
-            plain_steps=total["plain_steps"],
-        )
+        try:
+            total = answer["acceptance"]["total"]
+            return GeneratorStatus(
+                policy_version=answer["target"]["version"],
+                draft_version=answer["draft"]["live"],
+                emitted=total["emitted"],
+                draft_steps=total["steps"],
+                plain_steps=total["plain_steps"],
+            )
+        except (LookupError, TypeError) as error:
+            raise self._strange("a status", error) from None
+
+    async def healthy(self) -> bool:
+        """Whether it answers and its engine is alive."""
+        try:
+            await self._request("GET", "/health", None, STATUS_DEADLINE, {})
+        except GeneratorError:
+            return False
+        return True
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -97,11 +113,24 @@ class ServerGenerator:
         deadline: float,
         headers: dict[str, str],
     ) -> httpx.Response:
-        """Raises GeneratorError, for answers that are errors too."""
+        """Raises GeneratorError, for answers that are errors too.
+
+        An answer of 500 and above says that its engine is gone.
+        """
+        if self._client.is_closed:
+            raise GeneratorError(f"{self.url} was given up", gone=True)
         try:
             response = await self._client.request(
-                method, path, json=body, timeout=deadline, headers=headers
+                method,
+                path,
+                json=body,
+                timeout=httpx.Timeout(deadline, connect=min(deadline, CONNECT_DEADLINE)),
+                headers=headers,
             )
+        except httpx.ConnectTimeout:
+            raise GeneratorError(
+                f"{self.url} cannot be reached within {CONNECT_DEADLINE:.0f} s", gone=True
+            ) from None
         except httpx.TimeoutException:
             raise GeneratorError(
                 f"{self.url}{path} did not answer within {deadline:.0f} s"
@@ -111,14 +140,22 @@ class ServerGenerator:
                 f"{self.url} cannot be reached ({type(error).__name__})", gone=True
             ) from None
         if response.status_code >= 400:
-            raise GeneratorError(f"{self.url}{path}: {_error_of(response)}")
+            raise GeneratorError(
+                f"{self.url}{path}: {_error_of(response)}", gone=response.status_code >= 500
+            )
         return response
+
+    def _strange(self, wanted: str, error: Exception) -> GeneratorError:
+        return GeneratorError(
+            f"{self.url} answered without what {wanted} needs ({error!r}); is it a Paceline "
+            "server of this version?"
+        )
 
 
 def _json(response: httpx.Response) -> dict[str, Any]:
     try:
         answer: dict[str, Any] = response.json()
-    except json.JSONDecodeError:
+    except ValueError:  # no JSON, or not even text
         raise GeneratorError(f"{response.url} did not answer in JSON") from None
     return answer
 
@@ -127,7 +164,7 @@ def _error_of(response: httpx.Response) -> str:
     """The message of an OpenAI-style error, or whatever the server said."""
     try:
         return f"{response.status_code}: {response.json()['error']['message']}"
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (ValueError, LookupError, TypeError):
         return f"{response.status_code}: {response.text[:200]}"
 
 
@@ -138,6 +175,10 @@ def _completion(answer: dict[str, Any], draft_version: int) -> Completion:
     spans: list[list[int]] = answer["usage"]["paceline"]["policy_versions"][0]
     if len(logprobs) != len(token_ids):
         raise ValueError(f"{len(logprobs)} log-probabilities of {len(token_ids)} tokens")
+    if not all(math.isfinite(value) for value in logprobs):
+        raise ValueError("a log-probability is not finite")
+    if token_ids and (not spans or spans[0][0] != 0):
+        raise ValueError("the first token has no policy version")
     versions = [0] * len(token_ids)
     for first, version in spans:
         versions[first:] = [version] * len(versions[first:])
