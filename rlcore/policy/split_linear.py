@@ -23,7 +23,9 @@ class _SplitProduct(torch.autograd.Function):
         rest = (weight - coarse).to(torch.bfloat16)
         ctx.save_for_backward(rows, coarse)
         ctx.dtype = inputs.dtype
-        return nn.functional.linear(rows, coarse) + nn.functional.linear(rows, rest)
+        # One product, summed in float32: the second part's outputs are too small to be added to a
+        # rounded first part's.
+        return nn.functional.linear(torch.cat([rows, rows], -1), torch.cat([coarse, rest], 1))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
