@@ -147,15 +147,16 @@ def test_a_program_dies_with_the_process_that_runs_it(strong: Sandbox) -> None:
 def test_a_program_sees_nothing_of_the_machine(strong: Sandbox) -> None:
     assert run(
         strong,
-        "import os, signal",
+        "import os, signal, sys",
         "assert set(os.listdir('/')) <= {'dev', 'lib', 'lib64', 'usr', 'work', 'root', 'opt', 'home'}",
         "assert os.listdir('.') == []",
         "assert not os.path.exists('/proc')",
         "assert set(os.environ) <= {'LANG', 'LC_CTYPE', 'LD_LIBRARY_PATH'}",
         "assert os.getpid() == 2 and os.getuid() != 0",
         "os.kill(1, signal.SIGKILL)",  # which the kernel keeps from the first process
+        "for path in ('/', '/lib', sys.base_prefix): assert os.statvfs(path).f_flag & os.ST_RDONLY",
         "open('mine', 'w').write('x')",
-    ) == Outcome("passed", 7)
+    ) == Outcome("passed", 8)
 
 
 def test_a_program_gains_no_rights(strong: Sandbox) -> None:
