@@ -15,6 +15,8 @@ SUMMARIES = {
     "record": "keep a server's traces in a file, to learn from them again",
     "models": "list, make and verify models and drafts in the home folder",
     "config": "print the settings a command would run with",
+    "rl-train": "train a policy with reinforcement learning on the engine that serves it",
+    "rl-eval": "measure a policy folder, or a running server, on held-out tasks",
     "bench": "compare servers on the same requests: no speculation, frozen and learning drafters",
 }
 """Said without importing the commands, some of which take seconds to import."""

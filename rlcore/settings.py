@@ -36,6 +36,7 @@ CONFIG_FILE = "paceline.toml"
 
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 Method = Literal["eagle3", "draft_model"]
+Speculation = Literal["adaptive", "fixed", "off"]
 
 
 class LearningOptions(BaseModel, extra="forbid"):
@@ -137,9 +138,10 @@ class ServeSettings(CommonSettings):
         ge=256,
         description="Tokens that a new EAGLE-3 head can draft, or a draft model is trained on",
     )
-    speculation: Literal["adaptive", "fixed"] = Field(
+    speculation: Speculation = Field(
         "adaptive",
-        description="'adaptive' drafts 0 to K tokens in a step, whatever is fastest; 'fixed' always K",
+        description="'adaptive' drafts 0 to K tokens in a step, whatever is fastest; 'fixed' always K; "
+        "'off' none",
     )
     host: str = Field(
         "127.0.0.1", description="Address to listen on; others than loopback need a key"

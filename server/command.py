@@ -58,7 +58,7 @@ def _serve(settings: ServeSettings, home: Home) -> int:
         target_version=TARGET_VERSION,
         draft_version=drafts.live,
         draft_rates=expected_rates(drafts.manifest()),
-        adaptive=settings.speculation == "adaptive",
+        speculation=settings.speculation,
         link_endpoint=link_endpoint,
         trace_endpoint=traces if settings.capture else None,
         capture_rate=settings.capture_rate,

@@ -90,6 +90,12 @@ def status(state: ServerState) -> dict[str, Any]:
             "previous": acceptance_view(
                 acceptance.get(drafts.previous) if drafts.previous is not None else None
             ),
+            "total": {
+                name: sum(
+                    vars_of[name] for vars_of in map(msgspec.structs.asdict, acceptance.values())
+                )
+                for name in ("steps", "plain_steps", "emitted")
+            },
         },
         "learner": learner,
         "traces": msgspec.to_builtins(state.capture()),

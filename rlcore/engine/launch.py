@@ -98,15 +98,13 @@ def engine_arguments(
         settings.draft_method,
         draft,
         settings.speculative_tokens,
-        settings.speculation == "adaptive",
+        settings.speculation != "fixed",
     )
     validate_parsed_serve_args(args)
     return args
 
 
-def speculative_config(
-    method: str, draft: Path, most_drafts: int, adaptive: bool
-) -> dict[str, Any]:
+def speculative_config(method: str, draft: Path, most_drafts: int, varies: bool) -> dict[str, Any]:
     """vLLM's, for a drafter that drafts up to ``most_drafts`` tokens, greedily."""
     config = {
         "method": method,
@@ -116,7 +114,7 @@ def speculative_config(
         # vocabulary first. Draft models have no pruned vocabulary.
         "use_local_argmax_reduction": method == "eagle3",
     }
-    if adaptive:
+    if varies:
         # With any table by batch size vLLM is prepared for a K that changes (on a GPU that means
         # piecewise CUDA graphs). The scheduler sets it.
         config["num_speculative_tokens_per_batch_size"] = [[1, 1, most_drafts]]

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from rlcore.settings import Speculation
+
 ADDITIONAL_CONFIG_KEY = "paceline"
 
 
@@ -16,8 +18,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     draft_version: int
     draft_rates: list[float]
     """Conditional acceptance by position that is expected of it; empty where nothing is known."""
-    adaptive: bool
-    """Whether the number of drafts follows what pays; else it is always K."""
+    speculation: Speculation
+    """``adaptive``: as many drafts as pay, up to K; ``fixed``: always K; ``off``: never any."""
     link_endpoint: str
     """Where the server's engine link is bound."""
     trace_endpoint: str | None

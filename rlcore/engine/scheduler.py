@@ -52,7 +52,9 @@ class PacelineScheduler(Scheduler):
             raise EngineUnsafe("Paceline needs one engine per replica: --data-parallel-size 1")
         options = EngineOptions.from_config(config.additional_config)
         # In a pipeline a step is scheduled before the one before it has ended: nothing can be timed.
-        self._adaptive = options.adaptive and config.parallel_config.pipeline_parallel_size == 1
+        one_stage = config.parallel_config.pipeline_parallel_size == 1
+        self._adaptive = options.speculation == "adaptive" and one_stage
+        self._fixed = 0 if options.speculation == "off" else self.num_spec_tokens
         self._control = DraftControl(self.num_spec_tokens, options.draft_rates)
         self._draft_version = options.draft_version
         self._step: _Step | None = None
@@ -93,7 +95,7 @@ class PacelineScheduler(Scheduler):
 
     def drafts_for(self, requests: Sequence[str]) -> int:
         """Drafts asked for at the end of a step of these requests, which the next one verifies."""
-        return self._control.choose(requests) if self._adaptive else self.num_spec_tokens
+        return self._control.choose(requests) if self._adaptive else self._fixed
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         self._timed = None  # the step before a pause did not last as long as the pause

@@ -174,7 +174,7 @@ def server_flags(settings: RLTrainSettings, base: Path) -> list[str]:
         "--draft", options.draft,
         "--draft-method", options.draft_method,
         "--speculative-tokens", str(options.speculative_tokens),
-        "--speculation", "fixed" if options.speculation == "fixed" else "adaptive",
+        "--speculation", options.speculation,
         "--learner", "local" if options.learn_drafts else "off",
         "--log-level", settings.log_level,
     ]  # fmt: skip
@@ -182,4 +182,4 @@ def server_flags(settings: RLTrainSettings, base: Path) -> list[str]:
         flags += ["--max-model-len", str(longest)]
     # Log-probabilities of the distribution that was sampled from, whatever the temperature.
     own = ["--logprobs-mode", "processed_logprobs", "--scheduling-policy", "priority"]
-    return [*flags, "--", *own, *options.engine_args]
+    return [*flags, *options.serve_flags, "--", *own, *options.engine_args]

@@ -9,10 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlcore.environments.base import Task
 from rlcore.environments.host import EnvironmentFailure, EnvironmentHost
 from rlcore.records import Sampling
 from rlcore.rl.episode import Complete, Limits, PromptTooLong, play
 from rlcore.rollout import Rollout
+
+DRAWS = 8
+"""Tasks looked at for each one wanted: of a hundred different ones that come up equally often, all but
+a few in ten thousand are then found."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +55,17 @@ async def evaluate(
     samples: int,
     concurrency: int,
 ) -> tuple[Evaluation, list[Rollout]]:
-    """The first ``tasks`` held-out tasks, ``samples`` times each."""
+    """The first ``tasks`` distinct held-out tasks, or all there are, ``samples`` times each."""
     slots = asyncio.Semaphore(concurrency)
-    size = host.size("test")
-    count = tasks if size is None else min(tasks, size)
+    chosen = await distinct_tasks(host, tasks)
+    count = len(chosen)
 
     async def one(index: int, number: int) -> Rollout | None:
         async with slots:
             name = f"eval-{index}.{number}"
             try:
-                task = await host.task("test", index)
                 return await play(
-                    task, name, str(index), host, tokenizer, complete, sampling, limits
+                    chosen[index], name, str(index), host, tokenizer, complete, sampling, limits
                 )
             except (EnvironmentFailure, PromptTooLong):
                 return None
@@ -69,6 +73,20 @@ async def evaluate(
     played = await asyncio.gather(*(one(i, n) for i in range(count) for n in range(samples)))
     by_task = [played[i * samples : (i + 1) * samples] for i in range(count)]
     return summarise(by_task, samples), [r for r in played if r is not None]
+
+
+async def distinct_tasks(host: EnvironmentHost, count: int) -> list[Task]:
+    """Up to ``count`` held-out tasks with different openings: a list without end may repeat few."""
+    size = host.size("test")
+    found: dict[str, Task] = {}
+    for index in range(DRAWS * count if size is None else size):
+        task = await host.task("test", index)
+        episode, messages = await host.reset(task)
+        await host.abandon(episode)
+        found.setdefault(repr(messages), task)
+        if len(found) == count:
+            break
+    return list(found.values())
 
 
 def summarise(by_task: Sequence[Sequence[Rollout | None]], samples: int) -> Evaluation:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, SecretStr, field_validator, model_validator
 
 from rlcore.algorithms.recipes import Recipe, RecipeError, recipe_named
-from rlcore.settings import CommonSettings, Method
+from rlcore.settings import CommonSettings, Method, Speculation
 
 RECIPE_FIELDS = frozenset(f.name for f in dataclasses.fields(Recipe)) - {"name", "source"}
 
@@ -78,12 +78,13 @@ class EngineOptions(BaseModel, extra="forbid"):
     draft: str = Field("auto", description="Drafter to start from, as in paceline serve")
     draft_method: Method = Field("eagle3", description="Type of the drafter")
     speculative_tokens: int = Field(3, ge=1, le=16, description="K, the tokens drafted in a step")
-    speculation: Literal["adaptive", "fixed", "off"] = Field(
-        "adaptive", description="'off' drafts nothing"
-    )
+    speculation: Speculation = Field("adaptive", description="As in paceline serve")
     learn_drafts: bool = Field(True, description="The drafter learns on as the policy moves")
     threads: int | None = Field(None, ge=1, description="Threads on a CPU; default: half the cores")
     max_model_len: int | None = Field(None, ge=16, description="Longest sequence, tokens")
+    serve_flags: list[str] = Field(
+        default_factory=list, description="More flags of paceline serve, as words"
+    )
     engine_args: list[str] = Field(default_factory=list, description="vLLM's own arguments")
 
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlcore.errors import UsageError
+
 METRICS = "metrics.jsonl"
 TRAINED = "trained.jsonl"
 SAMPLES = "samples.jsonl"
@@ -17,7 +19,12 @@ class Sinks:
     """``resumed_at``: the update that a resumed run goes on from; later lines are taken out."""
 
     def __init__(self, folder: Path, resumed_at: int | None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ModuleNotFoundError:
+            raise UsageError(
+                "rl-train writes TensorBoard files and needs its package: pip install 'paceline[rl]'"
+            ) from None
 
         self._folder = folder
         for name in (METRICS, TRAINED, SAMPLES):

@@ -102,7 +102,7 @@ class Engine:
         from rlcore.engine.options import EngineOptions
 
         options = EngineOptions(
-            target_version=0, draft_version=0, draft_rates=[], adaptive=False,
+            target_version=0, draft_version=0, draft_rates=[], speculation="fixed",
             link_endpoint=f"ipc://{tempfile.mkdtemp()}/link", trace_endpoint=None, capture_rate=0.0,
             capture_span_tokens=2048, capture_queue=256,
         )  # fmt: skip
@@ -155,8 +155,7 @@ class Engine:
                 for r in order
             ],
             "versions": [
-                [(span.start, int(span.version)) for span in done[r].weight_versions]
-                for r in order
+                [(span.start, int(span.version)) for span in done[r].weight_versions] for r in order
             ],
             "swaps": reports,
             "steps": steps,
