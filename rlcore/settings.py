@@ -6,7 +6,7 @@ import ipaddress
 import os
 import shlex
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -90,6 +90,8 @@ class CommonSettings(BaseSettings):
     )
     log_json: bool = Field(False, description="Log JSON lines")
     log_level: LogLevel = Field("INFO", description="Least severe level that is logged")
+    own_file: ClassVar[bool] = False
+    """Whether its file is read by no other command, so that it holds no keys of theirs."""
     _config_file: Path | None = PrivateAttr(None)
 
     @property
@@ -284,7 +286,7 @@ class RecordSettings(CommonSettings):
 
 
 class _FileSource(TomlConfigSettingsSource):
-    """The TOML file, which all commands share: each reads its own keys out of it.
+    """The TOML file, which all commands but those with ``own_file`` share: each reads its own keys.
 
     A key that some other command knows is passed over, one that none knows stays and is refused.
     The embedded learner is given the server's file.
@@ -292,6 +294,8 @@ class _FileSource(TomlConfigSettingsSource):
 
     def __call__(self) -> dict[str, Any]:
         values = super().__call__()
+        if issubclass(self.settings_cls, CommonSettings) and self.settings_cls.own_file:
+            return values
         if issubclass(self.settings_cls, LearningOptions):
             values = {**values.get("learning", {}), **values}
         own = self.settings_cls.model_fields

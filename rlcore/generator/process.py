@@ -96,7 +96,8 @@ class ChildServer:
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
+            if process.returncode is None:
+                os.kill(process.pid, signal.SIGTERM)  # send_signal would reap one that is dead
         try:
             async with asyncio.timeout(STOP_DEADLINE):
                 await process.wait()

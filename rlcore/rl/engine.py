@@ -54,6 +54,8 @@ class Engine:
         self._live: Live | None = None
         self._ready = asyncio.Event()
         self._bringing_back = asyncio.Lock()
+        self._lost: GeneratorError | None = None
+        """Why it could not be brought back: whoever asks is told."""
         self._requests = 0
         self.restarts = 0
 
@@ -112,6 +114,8 @@ class Engine:
         """``ask`` with the number of the attempt, the engine being brought back in between."""
         for attempt in range(ATTEMPTS):
             await self._ready.wait()
+            if self._lost is not None:
+                raise self._lost
             seen = self.restarts
             try:
                 return await ask(attempt)
@@ -131,21 +135,31 @@ class Engine:
                 return  # another request has seen to it
             if self._server is not None and self._server.alive and await self.generator.healthy():
                 return  # a connection was lost, not the server
+            if self._lost is not None:
+                raise self._lost
             self._ready.clear()
-            if self._server is not None:
-                log.warning("the server is gone and is started again")
-                await self.generator.close()
-                await self._server.stop()
-                await self._start_server()
-            else:
-                log.warning("the server does not answer; waiting for it", url=self._url)
-                await self._wait_for_it()
-            if self._live is not None:
-                live = self._live
-                if (await self.generator.status()).policy_version != live.version:
-                    await self.generator.publish(live.version, live.folder, live.sha256)
+            try:
+                await self._start_again()
+            except GeneratorError as error:
+                self._lost = error
+                raise
+            finally:
+                self._ready.set()
             self.restarts += 1
-            self._ready.set()
+
+    async def _start_again(self) -> None:
+        if self._server is not None:
+            log.warning("the server is gone and is started again")
+            await self.generator.close()
+            await self._server.stop()
+            await self._start_server()
+        else:
+            log.warning("the server does not answer; waiting for it", url=self._url)
+            await self._wait_for_it()
+        if self._live is not None:
+            live = self._live
+            if (await self.generator.status()).policy_version != live.version:
+                await self.generator.publish(live.version, live.folder, live.sha256)
 
     async def _wait_for_it(self) -> None:
         try:

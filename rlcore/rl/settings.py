@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, SecretStr, field_validator, model_validator
 
@@ -94,6 +94,8 @@ class RLTrainSettings(CommonSettings):
     usage: rl-train PRESET|FILE.toml [flags]. Every flag can also stand in the file, those with a dot
     in a section of it.
     """
+
+    own_file: ClassVar[bool] = True
 
     model: str = Field(
         "embedded", description="Policy to start from: 'embedded', a folder, or an id"
