@@ -147,12 +147,17 @@ class _Staging(threading.Thread):
         self.error: WeightError | None = None
 
     def run(self) -> None:
+        # For this thread alone: helpers would take the cores from the step's own threads.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         try:
             self.weights = self._slot.check(self._folder, self._sha256)
         except WeightError as error:
             self.error = error
         except Exception as error:  # its end is asked for by polling: it must leave word
             self.error = WeightError("stage", f"{type(error).__name__}: {error}")
+        finally:
+            torch.set_num_threads(threads)  # what threads that start later begin with
 
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:

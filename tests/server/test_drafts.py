@@ -152,7 +152,7 @@ def test_a_file_that_is_no_weights_file_is_refused_before_the_engine_sees_it(
 
 def test_an_unknown_version_and_an_engine_that_is_not_up_are_refused(tmp_path):
     drafts, _ = made(tmp_path)
-    refused(drafts, 99, "no draft version 99")
+    refused(drafts, 99, "no version 99")
     assert drafts.statistics.failed == {"unknown_version": 1}
     refused(reloaded(drafts), 1, "not up yet")
 
