@@ -42,7 +42,7 @@ class _Chosen(torch.autograd.Function):
         return torch.cat(chosen), entropy
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
         rows, weight, labels, temperatures, *kept = ctx.saved_tensors
         dtype = torch.bfloat16 if ctx.fast else torch.float32
         by_rows, by_weight = torch.empty_like(rows), torch.zeros_like(weight)

@@ -28,7 +28,7 @@ class _SplitProduct(torch.autograd.Function):
         return nn.functional.linear(torch.cat([rows, rows], -1), torch.cat([coarse, rest], 1))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         rows, coarse = ctx.saved_tensors
         gradient = gradient.to(torch.bfloat16)
         by_weight = gradient.flatten(0, -2).T @ rows.flatten(0, -2)

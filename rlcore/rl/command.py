@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from importlib.resources import files
-from pathlib import Path
 
 from rlcore.cli import fail
 from rlcore.environments.host import EnvironmentHost
@@ -14,13 +12,12 @@ from rlcore.home import Home
 from rlcore.log import get_logger, setup_logging
 from rlcore.rl import saved as saving
 from rlcore.rl.export import POLICY, export
+from rlcore.rl.run_file import with_file
 from rlcore.rl.settings import RLTrainSettings
 from rlcore.settings import load
 from rlcore.target import local_model, model_identity
 
 log = get_logger("rl")
-
-PRESETS = files("rlcore.rl") / "presets"
 
 
 def console() -> int:
@@ -34,7 +31,7 @@ def console() -> int:
 
 
 def main(argv: list[str]) -> int:
-    settings = load(RLTrainSettings, _with_file(argv), "rl-train")
+    settings = load(RLTrainSettings, with_file(argv), "rl-train")
     setup_logging("rl", settings.log_json, settings.log_level)
     home = Home(settings.home)
     if settings.dry_run:
@@ -43,26 +40,6 @@ def main(argv: list[str]) -> int:
     with Home(settings.out.absolute()).lock("rl-train"):
         asyncio.run(_run(settings, home))
     return 0
-
-
-def presets() -> list[str]:
-    return sorted(
-        p.name.removesuffix(".toml") for p in PRESETS.iterdir() if p.name.endswith(".toml")
-    )
-
-
-def _with_file(argv: list[str]) -> list[str]:
-    """The preset or file in front as ``--config``; raises UsageError when there is no such one."""
-    if not argv or argv[0].startswith("-"):
-        if any(word in ("-h", "--help") for word in argv) or "--config" in " ".join(argv):
-            return argv
-        raise UsageError(f"give a preset ({', '.join(presets())}) or a TOML file first")
-    name = argv[0]
-    if name in presets():
-        return ["--config", str(PRESETS / f"{name}.toml"), *argv[1:]]
-    if Path(name).is_file():
-        return ["--config", name, *argv[1:]]
-    raise UsageError(f"there is no preset or file {name!r}; presets: {', '.join(presets())}")
 
 
 def _dry_run(settings: RLTrainSettings, home: Home) -> int:
@@ -90,8 +67,9 @@ async def _run(settings: RLTrainSettings, home: Home) -> None:
     from transformers import AutoTokenizer
 
     from rlcore.rl.engine import Engine
-    from rlcore.rl.learn import PolicyLearner, set_threads
+    from rlcore.rl.learn import PolicyLearner
     from rlcore.rl.run import Run
+    from rlcore.rl.threads import engine_threads, set_threads
 
     base = local_model(settings.model, home)
     base_id = model_identity(base)
@@ -105,7 +83,7 @@ async def _run(settings: RLTrainSettings, home: Home) -> None:
         )
     tokenizer = AutoTokenizer.from_pretrained(base, local_files_only=True)
     options = settings.environment
-    engine = Engine(settings, base, set_threads(settings.optimiser.threads))
+    engine = Engine(settings, base, engine_threads(settings, set_threads(settings)))
     async with EnvironmentHost(
         options.name, options.options, workers=options.workers, deadline_s=options.deadline_s
     ) as host:

@@ -38,8 +38,11 @@ class Live:
 
 
 class Engine:
-    def __init__(self, settings: RLTrainSettings, base: Path, threads: int) -> None:
-        """``base``: the folder of the policy that a server of our own starts with, version 0."""
+    def __init__(self, settings: RLTrainSettings, base: Path, threads: int | None) -> None:
+        """``base``: the folder of the policy that a server of our own starts with, version 0.
+
+        ``threads``: of the server on a CPU; None for all that it would take by itself.
+        """
         options = settings.engine
         self._server: ChildServer | None = None
         self._url = options.url
@@ -48,7 +51,7 @@ class Engine:
             self._server = ChildServer(
                 server_flags(settings, base),
                 settings.out / "server.log",
-                {"OMP_NUM_THREADS": str(threads)},
+                {} if threads is None else {"OMP_NUM_THREADS": str(threads)},
             )
         self._generator: ServerGenerator | None = None
         self._live: Live | None = None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -67,7 +65,7 @@ class PolicyLearner:
         """For the balance controller to set."""
         self._updates_per_batch = options.updates_per_batch
         fast = options.precision == "bfloat16"
-        self.policy = load_policy(folder, self.device, fast=fast)
+        self.policy: Any = load_policy(folder, self.device, fast=fast)
         reference = None
         if self.recipe.needs_reference:
             reference = load_policy(folder, self.device, fast=fast).requires_grad_(False)
@@ -138,13 +136,6 @@ class PolicyLearner:
 
     def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
         self.trainer.load_state(tensors, counters)
-
-
-def set_threads(threads: int | None) -> int:
-    """Half the cores unless told otherwise: the engine has the rest. Returns the number."""
-    count = threads or max(1, math.ceil(len(os.sched_getaffinity(0)) / 2))
-    torch.set_num_threads(count)
-    return count
 
 
 def _device(name: str) -> str:

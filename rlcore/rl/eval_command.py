@@ -1,0 +1,101 @@
+"""``rl-eval``: accuracy of a policy folder, or of what a server serves, on a run's held-out tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from pydantic import Field
+
+from rlcore.cli import fail
+from rlcore.environments.host import EnvironmentHost
+from rlcore.errors import PacelineError, UsageError
+from rlcore.generator.base import Completion
+from rlcore.home import Home
+from rlcore.log import setup_logging
+from rlcore.records import Sampling
+from rlcore.rl.engine import Engine
+from rlcore.rl.episode import Limits
+from rlcore.rl.evaluate import Evaluation, evaluate
+from rlcore.rl.run_file import with_file
+from rlcore.rl.settings import RLTrainSettings
+from rlcore.settings import load
+from rlcore.target import local_model
+
+
+class RLEvalSettings(RLTrainSettings):
+    """Measure a policy on the held-out tasks of a run's file.
+
+    usage: rl-eval FOLDER|URL PRESET|FILE.toml [flags]. With a URL --model names the tokenizer's folder.
+    """
+
+    out: Path = Field(Path("rl-eval"), description="Not used")
+    json_file: Path | None = Field(None, description="Write the result here as JSON")
+
+
+def console() -> int:
+    """The ``rl-eval`` script."""
+    try:
+        return main(sys.argv[1:])
+    except PacelineError as error:
+        return fail(str(error))
+    except KeyboardInterrupt:
+        return 130
+
+
+def main(argv: list[str]) -> int:
+    if argv and argv[0] in ("-h", "--help"):
+        load(RLEvalSettings, argv, "rl-eval")
+    if len(argv) < 2 or argv[0].startswith("-"):
+        raise UsageError("give a policy folder or a server's URL, then a preset or a TOML file")
+    place, rest = argv[0], with_file(argv[1:])
+    which = ["--engine.url", place] if place.startswith("http") else ["--model", place]
+    settings = load(RLEvalSettings, [*rest, *which], "rl-eval")
+    setup_logging("rl", settings.log_json, settings.log_level)
+    result = asyncio.run(_evaluate(settings, Home(settings.home)))
+    print(
+        f"{result.accuracy:.1%} right, standard error {result.standard_error:.1%} "
+        f"({result.tasks} tasks x {result.samples}; {result.failed} episodes failed)"
+    )
+    if settings.json_file is not None:
+        settings.json_file.write_text(json.dumps(dataclasses.asdict(result), indent=2))
+    return 0
+
+
+async def _evaluate(settings: RLEvalSettings, home: Home) -> Evaluation:
+    from transformers import AutoTokenizer
+
+    base = local_model(settings.model, home)
+    tokenizer = AutoTokenizer.from_pretrained(base, local_files_only=True)
+    options, sampling = settings.environment, settings.sampling
+    limits = Limits(sampling.max_prompt_tokens, sampling.max_tokens, options.max_turns)
+    how = Sampling(temperature=settings.evaluate_temperature)
+    with tempfile.TemporaryDirectory(prefix="paceline-eval-") as folder:
+        private = settings.model_copy(update={"out": Path(folder)})
+        engine = Engine(private, base, settings.engine.threads)
+        async with EnvironmentHost(
+            options.name, options.options, workers=options.workers, deadline_s=options.deadline_s
+        ) as host:
+            try:
+                await engine.start()
+
+                async def complete(token_ids: list[int], most: int) -> Completion:
+                    return await engine.complete(token_ids, how, most)
+
+                result, _ = await evaluate(
+                    host,
+                    tokenizer,
+                    complete,
+                    limits,
+                    how,
+                    settings.evaluate_tasks,
+                    settings.evaluate_samples,
+                    settings.concurrency,
+                )
+            finally:
+                await engine.close()
+    return result
