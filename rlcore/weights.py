@@ -131,11 +131,11 @@ def read_checked(path: Path, sha256: str) -> tuple[Signature, dict[str, torch.Te
                 raise WeightError("oversized", f"{path} has {size} bytes")
             content = np.empty(size, np.uint8)
             read = 0
-            while count := file.readinto(memoryview(content)[read:]):
+            while count := file.readinto(content.data[read:]):
                 read += count
     except OSError as error:
         raise WeightError("unreadable", f"{path}: {error.strerror}") from None
-    if hashlib.sha256(content).hexdigest() != sha256:
+    if hashlib.sha256(content.data).hexdigest() != sha256:
         raise WeightError("digest", f"{path} is not the file its manifest names")
     length = int.from_bytes(content[:8].tobytes(), "little")
     begin, entries = _entries(content[: 8 + min(length, size)].tobytes())
