@@ -20,6 +20,8 @@ from rlcore.records import check_trace
 from tests.conftest import ONE_THREAD, Served
 from tests.e2e.tap import LearnerTap
 
+torch.set_num_threads(1)
+
 pytestmark = pytest.mark.slow
 
 PROMPTS = [[1000 + 7 * i for i in range(30)], [2000 + 3 * i for i in range(45)]]
@@ -41,10 +43,10 @@ def perturbed(served: Path, folder: Path) -> list[Path]:
     return folders
 
 
-def publish(served: Served, folder: Path, version: int, **changes: Any) -> Any:
-    with open(folder / "model.safetensors", "rb") as file:
+def publish(served: Served, checkpoint: Path, version: int, **changes: Any) -> Any:
+    with open(checkpoint / "model.safetensors", "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    body = {"folder": str(folder), "version": version, "sha256": digest} | changes
+    body = {"folder": str(checkpoint), "version": version, "sha256": digest} | changes
     return served.server.post("/v1/paceline/policy", json=body)
 
 

@@ -15,6 +15,8 @@ from tests.e2e import offline, tiny
 from tests.e2e.faulty_worker import STAGES
 from tests.e2e.test_swap_faults import same, with_tensors
 
+torch.set_num_threads(1)
+
 pytestmark = pytest.mark.slow
 
 VOCAB = 512
