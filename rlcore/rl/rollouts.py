@@ -123,9 +123,7 @@ class RolloutFloor:
 
     def _has_room(self) -> bool:
         free = self.concurrency - self._running
-        return self._books.admission.capacity > 0 and (
-            free >= self._group_size or not self._running
-        )
+        return self._books.admission.capacity > 0 and free >= self._group_size
 
     async def _play_group(self, turn: Turn, name: str, admitted: int) -> None:
         self._rewards[name] = []

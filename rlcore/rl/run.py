@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from rlcore.asynchrony.admission import Admission
-from rlcore.asynchrony.balance import Balance, Window
-from rlcore.asynchrony.length_alarm import LengthWatch
-from rlcore.asynchrony.role_windows import RoleMeter, RoleWindow
-from rlcore.asynchrony.setting import Bounds, Setting
+from rlcore.asynchrony.role_windows import RoleMeter
 from rlcore.asynchrony.task_order import TaskOrder
-from rlcore.asynchrony.temperature import TemperatureControl, UpdateSample
-from rlcore.asynchrony.token_ledger import Fate, TokenLedger, effective_rate
+from rlcore.asynchrony.token_ledger import Fate, TokenLedger
 from rlcore.environments.host import EnvironmentHost
 from rlcore.errors import PacelineError
-from rlcore.generator.base import Completion, GeneratorStatus
+from rlcore.generator.base import Completion
 from rlcore.log import get_logger
 from rlcore.records import PolicyManifest, Sampling
 from rlcore.rl import saved as saving
@@ -27,9 +23,11 @@ from rlcore.rl.episode import Limits
 from rlcore.rl.evaluate import Evaluation, evaluate
 from rlcore.rl.learn import BatchReport, PolicyLearner
 from rlcore.rl.progress import Progress
+from rlcore.rl.report import Speedometer, samples, staleness
 from rlcore.rl.rollouts import Books, Roles, RolloutFloor
 from rlcore.rl.settings import RLTrainSettings
 from rlcore.rl.sinks import Sinks
+from rlcore.rl.steering import Steering
 from rlcore.rl.tally import Tally
 from rlcore.rollout import Rollout
 from rlcore.weights import PolicyStore
@@ -45,11 +43,10 @@ STALL_DEADLINE = 1800.0
 KEPT_POLICIES = 2
 """Published versions whose weights stay on disk: the live one and the one before."""
 
-SAMPLES_SHOWN = 4
-"""Rollouts of each update that are written out for people."""
-
 EVALUATION_PRIORITY = -(2**30)
 """Before every rollout."""
+
+T = TypeVar("T")
 
 
 class RunError(PacelineError):
@@ -89,9 +86,6 @@ class Run:
         self._roles = Roles(
             RoleMeter(now), RoleMeter(now, settings.environment.workers), RoleMeter(now)
         )
-        self._temperature = TemperatureControl(settings.sampling.temperature)
-        self._length_watch = LengthWatch()
-        self._balance = _balance(settings)
         self._floor = RolloutFloor(
             self.books,
             self._roles,
@@ -103,19 +97,24 @@ class Run:
             settings.group_size,
             settings.concurrency,
         )
+        self._steering = Steering(settings, self._floor, learner)
         if resumed is not None:
-            self._restore(resumed)
-        self._use_temperature()
+            learner.load_state(resumed.tensors, resumed.counters)
+            saving.restore(self.books, resumed)
+            self._floor.finished = dict(resumed.waiting)
+            self._steering.load_state(resumed.controllers)
         self._store = PolicyStore(settings.out / "policies")
         self._sinks = Sinks(settings.out, None if resumed is None else resumed.update)
         self._progress = Progress(settings.updates)
-        self._started = self._updated = time.monotonic()
-        self._totals = self.books.ledger.totals()
-        self._status = GeneratorStatus(0, -1)
+        self._speed = Speedometer(self._roles, self.books.ledger)
+        self._started = now
+        # One thread for all that computes or writes at length: its memory is used again and again.
+        self._thread = ThreadPoolExecutor(1, "trainer")
         self.evaluations: dict[int, Evaluation] = {}
 
     @property
     def version(self) -> int:
+        """Of the policy in the trainer: optimizer updates taken."""
         return self.books.admission.version
 
     async def run(self) -> None:
@@ -124,11 +123,18 @@ class Run:
             with self._progress:
                 if self.version:
                     await self._publish()
-                self._status = await self._engine.status()
+                status = await self._engine.status()
+                if status.policy_version != self.version:
+                    raise RunError(
+                        f"the server has policy version {status.policy_version} live, the run is at "
+                        f"{self.version}; start the server again"
+                    )
                 await self._evaluate_if_due()
+                self._speed.begin(await self._engine.status())
                 await self._until_done()
         finally:
             self._sinks.close()
+            self._thread.shutdown(cancel_futures=True)
 
     async def _until_done(self) -> None:
         floor = asyncio.create_task(self._floor.run())
@@ -154,10 +160,10 @@ class Run:
                 log.warning("a batch led to no update", reasons=[u.skipped for u in report.updates])
                 self._floor.wake()
                 continue
-            await self._publish()
+            stall = await self._publish()
             self._floor.wake()
-            await self._after_update(groups, report)
-        self._checkpoint()
+            await self._after_update(groups, report, stall)
+        await self._checkpoint()
 
     def _time_is_up(self) -> bool:
         minutes = self._settings.minutes
@@ -175,27 +181,21 @@ class Run:
                 await asyncio.sleep(0)
                 continue
             waited = time.monotonic() - quiet
-            log.warning(
-                "no rollout ended for a while", seconds=round(waited), **self._waiting_for()
-            )
+            admission = self.books.admission
+            state = {
+                "running_groups": len(admission.running),
+                "waiting_groups": len(admission.waiting),
+                "needed": self._settings.groups_per_update,
+            }
+            log.warning("no rollout ended for a while", seconds=round(waited), **state)
             if waited > STALL_DEADLINE:
-                raise RunError(
-                    f"no rollout ended for {waited:.0f} s ({self._waiting_for()}); see server.log"
-                )
-
-    def _waiting_for(self) -> dict[str, Any]:
-        admission = self.books.admission
-        return {
-            "running_groups": len(admission.running),
-            "waiting_groups": len(admission.waiting),
-            "needed": self._settings.groups_per_update,
-        }
+                raise RunError(f"no rollout ended for {waited:.0f} s ({state}); see server.log")
 
     async def _update(self, groups: list[list[Rollout]]) -> BatchReport:
         meter = self._roles.trainer
         meter.working(1, time.monotonic())
         try:
-            report = await asyncio.to_thread(self._learner.train, groups, self.version)
+            report = await self._in_thread(self._learner.train, groups, self.version)
         finally:
             meter.working(0, time.monotonic())
         meter.done(report.tokens, time.monotonic())
@@ -213,17 +213,18 @@ class Run:
                 fate = Fate.TRAINED if learned else Fate.ZERO_ADVANTAGE
                 books.ledger.settled(rollout.rollout_id, {fate: rollout.sampled})
 
-    async def _publish(self) -> float:
-        """The trainer's policy goes live; seconds that the engine stood still for it."""
-        version = self.version
-        manifest = await asyncio.to_thread(self._write_policy, version)
+    async def _publish(self) -> dict[str, float]:
+        """The trainer's policy goes live; what that cost, in seconds."""
+        version, started = self.version, time.monotonic()
+        manifest = await self._in_thread(self._write_policy, version)
         live = Live(version, self._store.folder(version), manifest.sha256)
         published = await self._engine.publish(live)
         self.books.ledger.reprefilled(published.reprefilled)
         self.books.admission.published(version)
-        for old in self._store.versions()[:-KEPT_POLICIES]:
-            self._store.remove(old)
-        return published.stall_s
+        for other in self._store.versions():
+            if not version - KEPT_POLICIES < other <= version:  # later ones: before a resume
+                self._store.remove(other)
+        return {"publish_seconds": time.monotonic() - started, "stall_seconds": published.stall_s}
 
     def _write_policy(self, version: int) -> PolicyManifest:
         if version in self._store.versions():
@@ -233,76 +234,30 @@ class Run:
         manifest = PolicyManifest(version, parent, "", self._base_id, tokens_seen=seen)
         return self._store.publish(self._learner.snapshot(), self._learner.config(), manifest)
 
-    async def _after_update(self, groups: dict[str, list[Rollout]], report: BatchReport) -> None:
+    async def _after_update(
+        self, groups: dict[str, list[Rollout]], report: BatchReport, publishing: dict[str, float]
+    ) -> None:
         version, tally = self.version, self._floor.tally
         self._floor.tally = Tally()
-        figures = tally.metrics() | report.metrics() | await self._rates(groups)
-        self._adapt(tally, figures)
+        rollouts = [rollout for group in groups.values() for rollout in group]
+        status, now = await self._engine.status(), time.monotonic()
+        window = self._speed.window(now)
+        figures = {
+            **tally.metrics(),
+            **report.metrics(),
+            **self._speed.figures(window, status, now),
+            **staleness(rollouts, version - 1),
+            **publishing,
+            **self._steering.observe(tally, window),
+            "engine_restarts": float(self._engine.restarts),
+        }
         self._sinks.metrics(version, figures)
         self._sinks.trained(version, {name: group[0].task_id for name, group in groups.items()})
-        self._sinks.samples(version, self._shown([r for g in groups.values() for r in g]))
+        self._sinks.samples(version, samples(rollouts, self._tokenizer))
         self._progress.update(version, figures)
         await self._evaluate_if_due()
         if version % self._settings.checkpoint_every == 0:
-            self._checkpoint()
-
-    async def _rates(self, groups: dict[str, list[Rollout]]) -> dict[str, float]:
-        """Speeds, idle shares, acceptance and staleness since the update before."""
-        now = time.monotonic()
-        windows = {name: meter.window(now) for name, meter in vars(self._roles).items()}
-        totals, before = self.books.ledger.totals(), self._totals
-        seconds, self._updated, self._totals = now - self._updated, now, totals
-        span = totals.since(before)
-        rate = effective_rate(span, seconds, len(os.sched_getaffinity(0)))
-        status, last = await self._engine.status(), self._status
-        self._status = status
-        steps = status.draft_steps - last.draft_steps
-        plain = status.plain_steps - last.plain_steps
-        emitted = status.emitted - last.emitted
-        staleness = [self.version - 1 - r.oldest_version for g in groups.values() for r in g]
-        figures = {
-            "seconds": seconds,
-            "effective_tokens_per_second": rate.tokens_per_second,
-            "effective_tokens_per_core_second": rate.tokens_per_core_second,
-            "draft_version": float(status.draft_version),
-            "staleness": sum(staleness) / len(staleness),
-            "staleness_max": float(max(staleness)),
-        }
-        if steps > 0:
-            figures["acceptance_length"] = emitted / steps
-        if steps + plain > 0:
-            figures["drafted_steps"] = steps / (steps + plain)
-        figures |= {f"tokens/{fate}": float(count) for fate, count in span.fates.items()}
-        for name, window in windows.items():
-            figures |= _role_figures(name, window)
-        if self._settings.balance:
-            self._rebalance(Window(**windows))
-            figures["concurrency"] = self._floor.concurrency
-        return figures
-
-    def _rebalance(self, window: Window) -> None:
-        decision = self._balance.observe(window)
-        if decision.changed:
-            log.info("balance", change=decision.reason)
-            self._floor.concurrency = decision.setting.concurrency
-            self._learner.micro_batch_tokens = decision.setting.micro_batch_tokens
-
-    def _adapt(self, tally: Tally, figures: dict[str, float]) -> None:
-        alarm = self._length_watch.observe(tally.length, tally.accuracy)
-        if alarm.changed:
-            told = log.warning if alarm.on else log.info
-            told("length alarm" if alarm.on else "the length alarm is over", reason=alarm.reason)
-        figures["length_alarm"] = float(alarm.on)
-        if self._settings.sampling.adapt_temperature:
-            sample = UpdateSample(tally.entropy, tally.groups, tally.all_right, tally.all_wrong)
-            decision = self._temperature.observe(sample)
-            if decision.changed:
-                log.info("sampling temperature", change=decision.reason)
-                self._use_temperature()
-        figures["temperature"] = self._floor.sampling.temperature
-
-    def _use_temperature(self) -> None:
-        self._floor.sampling = Sampling(temperature=self._temperature.temperature)
+            await self._checkpoint()
 
     async def _sample(
         self, token_ids: list[int], sampling: Sampling, most: int, priority: int
@@ -333,21 +288,6 @@ class Run:
         self._sinks.metrics(self.version, result.metrics())
         self._progress.evaluated(self.version, result)
 
-    def _shown(self, rollouts: list[Rollout]) -> list[dict[str, Any]]:
-        step = max(1, len(rollouts) // SAMPLES_SHOWN)
-        return [
-            {
-                "rollout": r.rollout_id,
-                "task": r.task_id,
-                "text": self._tokenizer.decode(r.token_ids),
-                "reward": r.reward,
-                "versions": [r.oldest_version, r.newest_version],
-            }
-            for r in rollouts[::step][:SAMPLES_SHOWN]
-        ]
-
-    # --- checkpoints ---
-
     @staticmethod
     def identity(settings: RLTrainSettings, base_id: str) -> dict[str, Any]:
         """What a resumed run must have in common with the one before."""
@@ -359,55 +299,27 @@ class Run:
             "seed": settings.seed,
         }
 
-    def _checkpoint(self) -> None:
+    async def _checkpoint(self) -> None:
         """A disk that is full costs the checkpoint, not the run."""
-        controllers = {
-            "temperature": self._temperature.state(),
-            "length": self._length_watch.state(),
-            "balance": self._balance.state(),
-        }
+        facts = saving.facts_of(
+            self.identity(self._settings, self._base_id),
+            self.books,
+            self._floor.finished,
+            self._steering.state(),
+        )
+
+        def write() -> None:
+            saving.save(self._settings.out, facts, self._learner.state())
+
         try:
-            saving.save(
-                self._settings.out,
-                self.identity(self._settings, self._base_id),
-                self._learner.state(),
-                self.books,
-                self._floor.finished,
-                controllers,
-            )
+            await self._in_thread(write)
         except OSError as error:
             log.error(
                 "the checkpoint cannot be written; the one before stays", reason=error.strerror
             )
 
-    def _restore(self, resumed: saving.Saved) -> None:
-        self._learner.load_state(resumed.tensors, resumed.counters)
-        saving.restore(self.books, resumed)
-        self._floor.finished = dict(resumed.waiting)
-        self._temperature.load_state(resumed.controllers["temperature"])
-        self._length_watch.load_state(resumed.controllers["length"])
-        self._balance.load_state(resumed.controllers["balance"])
-        if self._settings.balance:
-            self._floor.concurrency = self._balance.setting.concurrency
-            self._learner.micro_batch_tokens = self._balance.setting.micro_batch_tokens
-
-
-def _balance(settings: RLTrainSettings) -> Balance:
-    """Cores stay where they are, for the engine's threads are fixed when it starts; and no micro-batch is
-    larger than the one that was configured, which may be all that fits."""
-    tokens = settings.optimiser.micro_batch_tokens
-    start = Setting(settings.concurrency, 1, 1, tokens)
-    least = Setting(min(settings.concurrency, settings.group_size), 1, 1, min(tokens, 1024))
-    most = Setting(4 * settings.concurrency, 1, 1, tokens)
-    return Balance(start, Bounds(least, most))
-
-
-def _role_figures(name: str, window: RoleWindow) -> dict[str, float]:
-    return {
-        f"{name}/throughput": window.throughput,
-        f"{name}/idle": 1 - window.busy,
-        f"{name}/queue": window.queue,
-    }
+    async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:

@@ -32,19 +32,18 @@ class Saved:
         return int(self.books["admission"]["version"])
 
 
-def save(
-    out: Path,
+def facts_of(
     identity: Mapping[str, Any],
-    state: tuple[dict[str, torch.Tensor], dict[str, Any]],
     books: Books,
     waiting: Mapping[str, list[Rollout]],
     controllers: Mapping[str, Any],
-) -> None:
-    """``identity``: what a resumed run must have in common. Raises OSError and leaves the old one."""
-    tensors, counters = state
-    facts = {
+) -> dict[str, Any]:
+    """All but the trainer's state, as it is at this moment; JSON-able.
+
+    ``identity``: what a resumed run must have in common.
+    """
+    return {
         "identity": dict(identity),
-        "counters": counters,
         "books": {
             "admission": books.admission.state(),
             "order": books.order.state(),
@@ -53,7 +52,14 @@ def save(
         "waiting": {name: msgspec.to_builtins(group) for name, group in waiting.items()},
         "controllers": dict(controllers),
     }
-    save_checkpoint(out / FOLDER, tensors, facts)
+
+
+def save(
+    out: Path, facts: Mapping[str, Any], state: tuple[dict[str, torch.Tensor], dict[str, Any]]
+) -> None:
+    """``state``: the trainer's. Raises OSError and leaves the checkpoint before."""
+    tensors, counters = state
+    save_checkpoint(out / FOLDER, tensors, {**facts, "counters": counters})
 
 
 def load(out: Path, identity: Mapping[str, Any]) -> Saved:

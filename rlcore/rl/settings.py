@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, Field, SecretStr, field_validator, model_validator
 
 from rlcore.algorithms.recipes import Recipe, RecipeError, recipe_named
+from rlcore.asynchrony.temperature import LEAST, MOST
 from rlcore.settings import CommonSettings, Method, Speculation
 
 RECIPE_FIELDS = frozenset(f.name for f in dataclasses.fields(Recipe)) - {"name", "source"}
@@ -49,6 +50,12 @@ class SamplingOptions(BaseModel, extra="forbid"):
                 "the trainer computes log-probabilities over the whole vocabulary; leave it at 1"
             )
         return top_p
+
+    @model_validator(mode="after")
+    def _adaptable(self) -> SamplingOptions:
+        if self.adapt_temperature and not LEAST <= self.temperature <= MOST:
+            raise ValueError(f"temperature is adapted from {LEAST} to {MOST}; begin there")
+        return self
 
 
 class OptimiserOptions(BaseModel, extra="forbid"):
@@ -133,13 +140,25 @@ class RLTrainSettings(CommonSettings):
         return out.expanduser().absolute()
 
     @model_validator(mode="after")
-    def _recipe_fits(self) -> RLTrainSettings:
+    def _fits_together(self) -> RLTrainSettings:
         try:
             self.chosen_recipe()
         except RecipeError as error:
             raise ValueError(str(error)) from None
         if self.evaluate_temperature == 0 and self.evaluate_samples > 1:
             raise ValueError("several greedy samples are all the same; give evaluate-temperature")
+        if self.concurrency < self.group_size:
+            raise ValueError(
+                f"concurrency {self.concurrency} is less than group-size {self.group_size}; a group is "
+                "started as a whole"
+            )
+        longest = self.engine.max_model_len
+        needed = self.sampling.max_prompt_tokens + self.sampling.max_tokens
+        if longest is not None and needed > longest:
+            raise ValueError(
+                f"sampling.max-prompt-tokens and sampling.max-tokens are {needed} together, more than "
+                f"engine.max-model-len {longest}"
+            )
         return self
 
     def chosen_recipe(self) -> Recipe:
