@@ -222,7 +222,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch, fault):
     run.step("admit", 0)
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "save_file", full)
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match=r"No space|I/O error"):
             saved_and_loaded(tmp_path, run)
     assert load(tmp_path, IDENTITY).books["order"]["cursor"] == 0
     assert [path.name for path in tmp_path.iterdir()] == [FOLDER]

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from rlcore.errors import UsageError
-from rlcore.rl.command import _with_file, main, presets
+from rlcore.rl.command import main
+from rlcore.rl.run_file import presets, with_file
 from rlcore.rl.settings import RLTrainSettings
 from rlcore.settings import load
 
@@ -15,7 +16,7 @@ OUT = ["--out", "runs/x"]
 
 
 def loaded(*argv: str) -> RLTrainSettings:
-    return load(RLTrainSettings, _with_file(list(argv)), "rl-train")
+    return load(RLTrainSettings, with_file(list(argv)), "rl-train")
 
 
 def a_file(folder: Path, text: str = "") -> str:
@@ -59,13 +60,15 @@ def test_parts_of_a_recipe_can_be_changed_in_a_file_and_by_a_flag(tmp_path):
 
 def test_unknown_parts_and_bad_values_of_a_recipe_are_named(tmp_path):
     line = wrong(a_file(tmp_path, "[recipe]\nclip_hihg = 0.3\n"), *OUT)
-    assert "clip_hihg" in line and "clip_high" in line
+    assert "clip_hihg" in line
+    assert "clip_high" in line
     line = wrong(a_file(tmp_path, "[recipe]\nclip_high = -1\n"), *OUT)
     assert "clip_high" in line
     line = wrong(a_file(tmp_path, '[recipe]\nname = "mine"\n'), *OUT)
     assert "name" in line
     line = wrong(a_file(tmp_path), *OUT, "--algorithm", "grpoo")
-    assert "grpoo" in line and "dapo" in line
+    assert "grpoo" in line
+    assert "dapo" in line
 
 
 @pytest.mark.parametrize(
@@ -81,6 +84,9 @@ def test_unknown_parts_and_bad_values_of_a_recipe_are_named(tmp_path):
         (["--engine.speculative-tokens", "many"], "--engine.speculative-tokens"),
         (["--environment.workers", "0"], "--environment.workers"),
         (["--evaluate-samples", "4"], "evaluate-temperature"),
+        (["--concurrency", "4"], "concurrency"),
+        (["--engine.max-model-len", "100"], "max-model-len"),
+        (["--sampling.temperature", "0.5", "--sampling.adapt-temperature"], "--sampling"),
         (["--no-such-flag", "1"], "no-such-flag"),
     ],
 )
@@ -95,7 +101,8 @@ def test_without_a_folder_for_the_run_nothing_starts(tmp_path):
 def test_a_file_that_is_no_toml_is_named(tmp_path):
     path = a_file(tmp_path, "updates = = 3\n")
     line = wrong(path, *OUT)
-    assert path in line and "line 1" in line
+    assert path in line
+    assert "line 1" in line
 
 
 def test_an_unknown_key_of_a_file_is_named(tmp_path):

@@ -1,0 +1,193 @@
+"""The trainer's side: a batch moves the policy to what was rewarded, the same way every time."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlcore.policy.model import sampled_logprobs
+from rlcore.policy.packing import WeightedRollout, pack
+from rlcore.rl.export import export
+from rlcore.rl.learn import PolicyLearner
+from rlcore.rollout import Rollout
+from tests.rlcore.rl.made import VOCABULARY, a_rollout, make_policy, make_settings
+
+GOOD, BAD = 7, 11
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("learn") / "base")
+
+
+def a_learner(base: Path, **changed) -> PolicyLearner:
+    return PolicyLearner(make_settings(base.parent / "out", **changed), base)
+
+
+def a_batch(seed: int = 0, groups: int = 3, rewards: tuple[float, ...] = (1.0, 0.0)) -> list:
+    """Groups in which the first rollout says GOOD and the second BAD."""
+    draw = random.Random(seed)
+    return [
+        [
+            a_rollout(
+                f"{g}.{i}",
+                prompt=prompt,
+                sampled=[(GOOD, BAD)[i], draw.randrange(VOCABULARY)],
+                logprob=-3.0,
+                reward=rewards[i],
+            )
+            for i in range(2)
+        ]
+        for g in range(groups)
+        for prompt in [[draw.randrange(VOCABULARY) for _ in range(4)]]
+    ]
+
+
+def probability(learner: PolicyLearner, group: list[Rollout], token: int) -> float:
+    with torch.no_grad():
+        prompt = torch.tensor([group[0].token_ids[: group[0].prompt_length]])
+        return float(learner.policy(prompt).logits[0, -1].softmax(-1)[token])
+
+
+def parameters(learner: PolicyLearner) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in learner.policy.named_parameters()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "gspo"])
+def test_a_batch_moves_the_policy_to_what_was_rewarded(base, algorithm):
+    learner = a_learner(base, algorithm=algorithm, recipe={"correction": "none"})
+    batch = a_batch()
+    before = [(probability(learner, g, GOOD), probability(learner, g, BAD)) for g in batch]
+    for _ in range(3):
+        report = learner.train(batch, 0)
+        assert report.trained
+    for group, (good, bad) in zip(batch, before, strict=True):
+        assert probability(learner, group, GOOD) > good
+        assert probability(learner, group, BAD) < bad
+
+
+def test_the_report_counts_sampled_tokens_and_shared_prompts_once(base):
+    report = a_learner(base, optimiser={"micro_batch_tokens": 64, "device": "cpu"}).train(
+        a_batch(groups=3), 0
+    )
+    assert report.tokens == 3 * 2 * 2
+    assert report.computed == 3 * (4 + 2 * 2)
+    figures = report.metrics()
+    assert {"loss", "grad_norm", "mismatch_kl", "policy_entropy"} <= figures.keys()
+
+
+def test_the_same_seed_gives_the_same_policy_and_another_batch_another(base):
+    learners = [a_learner(base) for _ in range(3)]
+    for learner, seed in zip(learners, [0, 0, 1], strict=True):
+        learner.train(a_batch(seed), 0)
+    assert same(parameters(learners[0]), parameters(learners[1]))
+    assert not same(parameters(learners[0]), parameters(learners[2]))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_resumed_learner_goes_on_bit_for_bit(base, precision):
+    options = {"lr": 3e-3, "micro_batch_tokens": 16, "device": "cpu", "precision": precision}
+    whole, first, second = (a_learner(base, optimiser=options) for _ in range(3))
+    for learner in (whole, first):
+        learner.train(a_batch(0), 0)
+    tensors, counters = first.state()
+    second.load_state(tensors, json.loads(json.dumps(counters)))
+    for learner in (whole, second):
+        learner.train(a_batch(1), 1)
+    assert same(parameters(whole), parameters(second))
+    assert second.trainer.updates == 2
+
+
+def test_several_updates_on_a_batch_are_off_policy_from_the_second_on(base):
+    options = {"lr": 3e-3, "micro_batch_tokens": 16, "device": "cpu", "updates_per_batch": 2}
+    learner = a_learner(base, optimiser=options)
+    report = learner.train(a_batch(groups=4), 0)
+    assert [update.update for update in report.updates] == [1, 2]
+    assert report.tokens == 4 * 2 * 2
+    first, second = (update.metrics["ratio"] for update in report.updates)
+    assert first == pytest.approx(1.0, abs=1e-6)
+    assert abs(second - 1.0) > 1e-6, "the policy has moved since its old log-probabilities"
+
+
+def test_more_updates_than_groups_are_as_many_as_groups(base):
+    options = {"lr": 3e-3, "device": "cpu", "updates_per_batch": 4}
+    assert len(a_learner(base, optimiser=options).train(a_batch(groups=2), 0).updates) == 2
+
+
+def test_the_update_does_not_depend_on_the_micro_batches(base):
+    found = []
+    for tokens in (16, 4096):
+        learner = a_learner(base, optimiser={"lr": 3e-3, "device": "cpu"})
+        learner.micro_batch_tokens = tokens
+        learner.train(a_batch(groups=4), 0)
+        found.append(parameters(learner))
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name], atol=1e-4, rtol=1e-3)
+
+
+def test_equal_rewards_change_nothing(base):
+    learner = a_learner(base)
+    before = parameters(learner)
+    learner.train(a_batch(rewards=(1.0, 1.0)), 0)
+    assert same(before, parameters(learner))
+
+
+def test_a_batch_in_which_nothing_was_sampled_is_no_update(base):
+    learner = a_learner(base)
+    empty = [[a_rollout(f"0.{i}", sampled=[], reward=float(i)) for i in range(2)]]
+    report = learner.train(empty, 0)
+    assert not report.trained
+    assert report.metrics() == {}
+
+
+def test_a_kl_to_the_reference_holds_the_policy_back(base):
+    pulled, free = (
+        a_learner(base, algorithm="grpo", recipe={"kl_coefficient": k}) for k in (50.0, 0.0)
+    )
+    for _ in range(4):
+        for learner in (pulled, free):
+            learner.train(a_batch(), 0)
+
+    rollouts = [rollout for group in a_batch() for rollout in group]
+    weighted = [WeightedRollout(rollout, 0.0, i) for i, rollout in enumerate(rollouts)]
+    (batch,) = pack(weighted, 4096, 0)
+
+    def logprobs(learner: PolicyLearner) -> torch.Tensor:
+        with torch.no_grad():
+            return sampled_logprobs(learner.policy, batch)[0]
+
+    origin = logprobs(a_learner(base))
+    assert (logprobs(pulled) - origin).norm() < 0.5 * (logprobs(free) - origin).norm()
+
+
+def test_the_exported_folder_opens_in_transformers_with_the_same_logits(base, tmp_path):
+    learner = a_learner(base)
+    learner.train(a_batch(), 0)
+    (base / "tokenizer_config.json").write_text('{"a": 1}')
+    folder = tmp_path / "policy"
+    folder.mkdir()
+    (folder / "old").touch()
+    export(learner, base, folder)
+    assert not (folder / "old").exists()
+    assert (folder / "tokenizer_config.json").read_text() == '{"a": 1}'
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+    again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, learner.policy(ids).logits)
+
+
+def test_what_is_published_is_the_policy_as_it_is(base):
+    learner = a_learner(base)
+    learner.train(a_batch(), 0)
+    assert same(learner.snapshot(), parameters(learner))
+    assert learner.config()["architectures"] == ["LlamaForCausalLM"]
