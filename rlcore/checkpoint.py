@@ -30,9 +30,7 @@ def save_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        save_file(
-            {k: t.detach().contiguous().clone() for k, t in tensors.items()}, partial / TENSORS
-        )
+        save_file({name: _whole(t.detach()) for name, t in tensors.items()}, partial / TENSORS)
         (partial / FACTS).write_text(json.dumps(facts))
         old = folder.with_name(f".{folder.name}.old")
         shutil.rmtree(old, ignore_errors=True)
@@ -45,6 +43,13 @@ def save_checkpoint(
         raise OSError(errno.EIO, str(error)) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous and with a storage of its own, as safetensors wants it; copied only if need be."""
+    tensor = tensor.contiguous()
+    own = tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if own else tensor.clone()
 
 
 def load_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
