@@ -27,8 +27,9 @@ MAX_REPLY_CHARACTERS = 20_000
 
 
 class MathAnswers(SingleTurn):
-    """Options: ``file``, ``test_file`` (else a share ``test_share`` is held out by a hash of the
-    question), ``prefix`` and ``suffix`` (text around the question).
+    r"""Options: ``file``, ``test_file`` (else a share ``test_share`` is held out by a hash of the
+    question), ``prefix`` and ``suffix`` (text around the question); ``right`` and ``wrong``, the
+    rewards; ``unboxed``, the reward of a reply without ``\boxed{}``, which then counts as wrong.
 
     ``math-verify`` gives up on an expression after 5 s of its own; the host's deadline ends the rest.
     """
@@ -44,9 +45,13 @@ class MathAnswers(SingleTurn):
         test_share: float = TEST_SHARE,
         prefix: str = "",
         suffix: str = "",
+        right: float = 1.0,
+        wrong: float = 0.0,
+        unboxed: float | None = None,
     ) -> None:
         super().__init__(spec)
         self._prefix, self._suffix = prefix, suffix
+        self._right, self._wrong, self._unboxed = right, wrong, unboxed
         self._rows = split_rows(file, test_file, QUESTION, check_test_share(test_share))
 
     def size(self, split: Split) -> int | None:
@@ -66,8 +71,10 @@ class MathAnswers(SingleTurn):
         gold = math_verify.parse(f"${task.data['answer']}$")
         if not gold:
             raise UsageError(f"task {task.id}: math-verify cannot parse {task.data['answer']!r}")
+        if self._unboxed is not None and _last_boxed(reply) is None:
+            return Score(self._unboxed, {"answer": 0.0, "boxed": 0.0}, False)
         correct = bool(math_verify.verify(gold, math_verify.parse(reply[-MAX_REPLY_CHARACTERS:])))
-        return Score(float(correct), {"answer": float(correct)}, correct)
+        return Score(self._right if correct else self._wrong, {"answer": float(correct)}, correct)
 
 
 def gold_answer(row: Row) -> str:

@@ -77,7 +77,7 @@ async def play(
             raise PromptTooLong(f"{task.id} has a prompt of {len(opening)} tokens")
         streams = _Streams(opening)
         left, draft_version, finish = limits.sampled_tokens, -1, "turns"
-        for _ in range(limits.turns):
+        for turns_left in reversed(range(limits.turns)):
             completion = await complete(streams.token_ids, left)
             streams.sample(completion)
             left -= len(completion.token_ids)
@@ -87,7 +87,8 @@ async def play(
             if turn.done or completion.finish_reason != "stop" or left <= 0:
                 finish = completion.finish_reason
                 break
-            streams.say(continuation_ids(tokenizer, turn.messages, streams.token_ids[-1]))
+            if turns_left:
+                streams.say(continuation_ids(tokenizer, turn.messages, streams.token_ids[-1]))
         score = await host.score(episode)
     finally:
         await host.abandon(episode)

@@ -83,3 +83,18 @@ def test_a_file_that_cannot_be_used_says_where(tmp_path: Path) -> None:
         MathAnswers("math_answers", file=str(broken))
     with pytest.raises(UsageError, match="1 training and 0 test"):
         MathAnswers("math_answers", file=write(broken, [{"question": "b", "answer": "1"}]))
+
+
+def test_rewards_of_right_wrong_and_unboxed_replies_are_the_configured_ones(gsm: str) -> None:
+    environment = MathAnswers("math_answers", file=gsm, right=1.0, wrong=-1.0, unboxed=-2.0)
+    task = environment.task("train", 0)
+    replies = {
+        f"So \\boxed{{{task.data['answer']}}}": (1.0, True),
+        "So \\boxed{123456789}": (-1.0, False),
+        f"So {task.data['answer']}": (-2.0, False),
+    }
+    for reply, want in replies.items():
+        environment.reset(task)
+        environment.step(reply)
+        score = environment.score()
+        assert (score.reward, score.correct) == want
