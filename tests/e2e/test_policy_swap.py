@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from learner.target import Target
 from tests.e2e import offline, tiny
@@ -141,3 +141,33 @@ def test_each_token_comes_from_its_version_and_a_failed_swap_changes_nothing(met
     same(started_with_third, [next(take) for _ in LOOK])
     assert next(take)["error"] is None
     same(before, [next(take) for _ in LOOK])
+
+
+def test_biases_and_a_head_of_its_own_are_exchanged_too(tmp_path):
+    """Qwen2's q, k and v have biases, which the engine keeps as one."""
+    config = Qwen2Config(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=4,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=1024,
+        tie_word_embeddings=False, eos_token_id=0, bos_token_id=1,
+    )  # fmt: skip
+    folders = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0.0, 0.2)
+        folders.append(tmp_path / f"policy-{seed}")
+        model.save_pretrained(folders[-1])
+    first, second = folders
+    assert "model.layers.0.self_attn.q_proj.bias" in load_file(first / "model.safetensors")
+    swapped = offline.run(
+        offline.job(first, None, "none", 0),
+        [GREEDY, offline.policy(second, 1), GREEDY, offline.policy(first, 2), GREEDY],
+    )
+    (started,) = offline.run(offline.job(second, None, "none", 0), [GREEDY])
+    assert [swapped[1]["error"], swapped[3]["error"]] == [None, None]
+    for key in ("tokens", "logprobs"):
+        assert swapped[2][key] == started[key]
+        assert swapped[4][key] == swapped[0][key]
+        assert swapped[2][key] != swapped[0][key]
