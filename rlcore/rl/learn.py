@@ -125,8 +125,8 @@ class PolicyLearner:
         ]
 
     def snapshot(self) -> dict[str, Tensor]:
-        """The policy's weights on the CPU, to be published; those of a CPU policy are not copied."""
-        return {name: tensor.cpu() for name, tensor in weights(self.policy).items()}
+        """A copy of the policy's weights on the CPU."""
+        return {name: tensor.to("cpu", copy=True) for name, tensor in weights(self.policy).items()}
 
     def config(self) -> dict[str, Any]:
         return config_of(self.policy)

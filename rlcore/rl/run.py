@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from rlcore.asynchrony.admission import Admission
 from rlcore.asynchrony.role_windows import RoleMeter
 from rlcore.asynchrony.task_order import TaskOrder
@@ -108,8 +110,12 @@ class Run:
         self._progress = Progress(settings.updates)
         self._speed = Speedometer(self._roles, self.books.ledger)
         self._started = now
-        # One thread for all that computes or writes at length: its memory is used again and again.
+        # One thread for all that computes at length: its memory is used again and again.
         self._thread = ThreadPoolExecutor(1, "trainer")
+        self._writer = ThreadPoolExecutor(1, "publisher")
+        self._publishing: asyncio.Task[None] | None = None
+        self._published: dict[str, float] = {}
+        """What the last publication cost, in seconds."""
         self.evaluations: dict[int, Evaluation] = {}
 
     @property
@@ -122,7 +128,8 @@ class Run:
         try:
             with self._progress:
                 if self.version:
-                    await self._publish()
+                    await self._begin_to_publish()
+                    await self._until_published()
                 status = await self._engine.status()
                 if status.policy_version != self.version:
                     raise RunError(
@@ -135,6 +142,7 @@ class Run:
         finally:
             self._sinks.close()
             self._thread.shutdown(cancel_futures=True)
+            self._writer.shutdown(cancel_futures=True)
 
     async def _until_done(self) -> None:
         floor = asyncio.create_task(self._floor.run())
@@ -146,9 +154,10 @@ class Run:
         except BaseExceptionGroup as group:
             raise _first(group) from None
         finally:
-            for task in (floor, trainer):
+            tasks = [floor, trainer, *([self._publishing] if self._publishing else [])]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(floor, trainer, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _train(self) -> None:
         while self.version < self._settings.updates and not self._time_is_up():
@@ -160,9 +169,9 @@ class Run:
                 log.warning("a batch led to no update", reasons=[u.skipped for u in report.updates])
                 self._floor.wake()
                 continue
-            stall = await self._publish()
-            self._floor.wake()
-            await self._after_update(groups, report, stall)
+            await self._begin_to_publish()
+            await self._after_update(groups, report)
+        await self._until_published()
         await self._checkpoint()
 
     def _time_is_up(self) -> bool:
@@ -176,6 +185,8 @@ class Run:
             batch = self.books.admission.take_batch()
             if batch:
                 return batch
+            if self._publishing is not None and self._publishing.done():
+                await self._until_published()  # what it raises ends the run
             if await self._floor.changed(STALL_WARNING):
                 quiet = time.monotonic()
                 await asyncio.sleep(0)
@@ -213,10 +224,23 @@ class Run:
                 fate = Fate.TRAINED if learned else Fate.ZERO_ADVANTAGE
                 books.ledger.settled(rollout.rollout_id, {fate: rollout.sampled})
 
-    async def _publish(self) -> dict[str, float]:
-        """The trainer's policy goes live; what that cost, in seconds."""
-        version, started = self.version, time.monotonic()
-        manifest = await self._in_thread(self._write_policy, version)
+    async def _begin_to_publish(self) -> None:
+        """The policy is copied and goes live while the next update is under way."""
+        await self._until_published()
+        weights = await self._in_thread(self._learner.snapshot)
+        self._publishing = asyncio.create_task(self._publish(self.version, weights))
+        self._publishing.add_done_callback(lambda _: self._floor.wake())
+
+    async def _until_published(self) -> None:
+        """Raises what publishing raised."""
+        if self._publishing is not None:
+            task, self._publishing = self._publishing, None
+            await task
+
+    async def _publish(self, version: int, weights: dict[str, Tensor]) -> None:
+        started = time.monotonic()
+        loop = asyncio.get_running_loop()
+        manifest = await loop.run_in_executor(self._writer, self._write, version, weights)
         live = Live(version, self._store.folder(version), manifest.sha256)
         published = await self._engine.publish(live)
         self.books.ledger.reprefilled(published.reprefilled)
@@ -224,19 +248,18 @@ class Run:
         for other in self._store.versions():
             if not version - KEPT_POLICIES < other <= version:  # later ones: before a resume
                 self._store.remove(other)
-        return {"publish_seconds": time.monotonic() - started, "stall_seconds": published.stall_s}
+        seconds = time.monotonic() - started
+        self._published = {"publish_seconds": seconds, "stall_seconds": published.stall_s}
 
-    def _write_policy(self, version: int) -> PolicyManifest:
+    def _write(self, version: int, weights: dict[str, Tensor]) -> PolicyManifest:
         if version in self._store.versions():
             self._store.remove(version)
         parent = version - 1 if version else None
         seen = int(self._learner.trainer.weight_seen)
         manifest = PolicyManifest(version, parent, "", self._base_id, tokens_seen=seen)
-        return self._store.publish(self._learner.snapshot(), self._learner.config(), manifest)
+        return self._store.publish(weights, self._learner.config(), manifest)
 
-    async def _after_update(
-        self, groups: dict[str, list[Rollout]], report: BatchReport, publishing: dict[str, float]
-    ) -> None:
+    async def _after_update(self, groups: dict[str, list[Rollout]], report: BatchReport) -> None:
         version, tally = self.version, self._floor.tally
         self._floor.tally = Tally()
         rollouts = [rollout for group in groups.values() for rollout in group]
@@ -247,7 +270,7 @@ class Run:
             **report.metrics(),
             **self._speed.figures(window, status, now),
             **staleness(rollouts, version - 1),
-            **publishing,
+            **self._published,
             **self._steering.observe(tally, window),
             "engine_restarts": float(self._engine.restarts),
         }
@@ -268,6 +291,7 @@ class Run:
         every = self._settings.evaluate_every
         if not every or self.version % every or self.version in self.evaluations:
             return
+        await self._until_published()
         settings = self._settings
         sampling = Sampling(temperature=settings.evaluate_temperature)
 
