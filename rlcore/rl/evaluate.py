@@ -76,12 +76,18 @@ async def evaluate(
 
 
 async def distinct_tasks(host: EnvironmentHost, count: int) -> list[Task]:
-    """Up to ``count`` held-out tasks with different openings: a list without end may repeat few."""
+    """Up to ``count`` held-out tasks with different openings: a list without end may repeat few.
+
+    Tasks that cannot be opened are left out.
+    """
     size = host.size("test")
     found: dict[str, Task] = {}
     for index in range(DRAWS * count if size is None else size):
-        task = await host.task("test", index)
-        episode, messages = await host.reset(task)
+        try:
+            task = await host.task("test", index)
+            episode, messages = await host.reset(task)
+        except EnvironmentFailure:
+            continue  # the host has said it
         await host.abandon(episode)
         found.setdefault(repr(messages), task)
         if len(found) == count:
