@@ -198,7 +198,8 @@ def test_the_run_completes_with_a_policy_that_has_moved(story: Story) -> None:
 
 def test_a_killed_server_comes_back_with_the_version_that_was_live(story: Story) -> None:
     first = story.swaps[0]["version"]
-    assert first in (story.live_before, story.live_before + 1)
+    # the update before may have been on its way still, or the next one taken already
+    assert story.live_before - 1 <= first <= story.live_before + 1
     assert [swap["version"] for swap in story.swaps] == list(range(first, first + len(story.swaps)))
 
 
