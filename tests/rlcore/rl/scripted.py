@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split as SplitText
 from transformers import PreTrainedTokenizerFast
@@ -19,6 +20,7 @@ def letters_tokenizer() -> PreTrainedTokenizerFast:
     model = WordLevel({word: i for i, word in enumerate(words)}, unk_token="?")
     inner = Tokenizer(model)
     inner.pre_tokenizer = SplitText(Regex(r"<\|end\|>|[\s\S]"), "isolated")
+    inner.decoder = Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=END, unk_token="?")
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}:{{ m.content }}" + END + "\n{% endfor %}"
