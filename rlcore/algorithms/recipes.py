@@ -38,6 +38,8 @@ class Recipe:
     ``correction_bounds``: None for the published ones of the correction.
     ``kl_coefficient``: of the KL to the reference policy, as a term of the loss; 0 needs no reference.
     ``kl_estimator``: k1 is not on offer, since its gradient averages to zero.
+    ``entropy_coefficient``: of the policy's entropy, a bonus in the loss that keeps rollouts different; no
+    published recipe here has one.
     ``overlong_buffer``: DAPO's penalty for length begins this share of the most tokens before the end;
     0 is none. ``dynamic_sampling``: groups whose rewards are all equal are replaced, not trained on.
     ``source``: where the values come from.
@@ -55,6 +57,7 @@ class Recipe:
     correction_bounds: Bounds | None = None
     kl_coefficient: float = 0.0
     kl_estimator: KlEstimator = "k3"
+    entropy_coefficient: float = 0.0
     overlong_buffer: float = 0.0
     dynamic_sampling: bool = False
 
@@ -64,7 +67,10 @@ class Recipe:
         self._check_choice("aggregation", self.aggregation, AGGREGATIONS)
         self._check_choice("correction", self.correction, tuple(CORRECTIONS))
         self._check_choice("kl_estimator", self.kl_estimator, get_args(KlEstimator))
-        for field in ("clip_low", "clip_high", "kl_coefficient", "overlong_buffer"):
+        numbers = (
+            "clip_low", "clip_high", "kl_coefficient", "entropy_coefficient", "overlong_buffer",
+        )  # fmt: skip
+        for field in numbers:
             self._check(field, vars(self)[field], _is_number(vars(self)[field]), "a number")
         self._check("clip_low", self.clip_low, 0 <= self.clip_low <= 1, "from 0 to 1")
         self._check("clip_high", self.clip_high, self.clip_high >= 0, "0 or more")
@@ -76,6 +82,8 @@ class Recipe:
             self._check_bounds(self.correction_bounds)
         kl, buffer = self.kl_coefficient, self.overlong_buffer
         self._check("kl_coefficient", kl, kl >= 0, "0 or more")
+        entropy = self.entropy_coefficient
+        self._check("entropy_coefficient", entropy, entropy >= 0, "0 or more")
         self._check("overlong_buffer", buffer, 0 <= buffer <= 1, "a share, from 0 to 1")
         sampling = self.dynamic_sampling
         self._check("dynamic_sampling", sampling, isinstance(sampling, bool), "true or false")
@@ -214,6 +222,7 @@ def policy_loss(
     advantages: Tensor,
     sequence: Tensor,
     max_tokens: int,
+    entropies: Tensor | None = None,
 ) -> LossOutput:
     """The loss of one micro-batch, for the trainer to sum up. All tensors are [T].
 
@@ -222,7 +231,8 @@ def policy_loss(
     one, ``logprobs.detach()``); ``inference_logprobs``: as recorded in sampling; ``ref_logprobs``: of
     the reference policy, or None if the recipe needs none; ``advantages``: of each token's rollout;
     ``sequence``: the index of each token's rollout (int64), each of which is in one micro-batch as a
-    whole; ``max_tokens``: the most that a rollout may sample.
+    whole; ``max_tokens``: the most that a rollout may sample; ``entropies``: of the policy in training,
+    with gradient, which only a recipe with an entropy bonus needs.
 
     Metrics, each a mean over tokens: ``ratio``, ``clip_low`` and ``clip_high`` (shares), ``update_kl``
     (old to current policy), ``mismatch_kl`` and ``mismatch_k1``, ``correction`` (the weight),
@@ -266,6 +276,13 @@ def policy_loss(
         if recipe.needs_reference:
             estimate = k2 if recipe.kl_estimator == "k2" else k3
             loss = loss + recipe.kl_coefficient * estimate(logprobs, reference)
+    if recipe.entropy_coefficient > 0:
+        if entropies is None:
+            raise RecipeError(
+                f"recipe {recipe.name} has an entropy bonus but was given no entropies"
+            )
+        check_index(sequence, entropies=entropies)
+        loss = loss - recipe.entropy_coefficient * entropies.float()
     weights, normaliser = token_weights(recipe.aggregation, sequence, max_tokens)
     sums = torch.stack([value.double().sum() for value in by_token.values()]).tolist()
     metrics = {

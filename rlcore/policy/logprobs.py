@@ -21,6 +21,10 @@ MOST_KEPT = 2**28
 again."""
 
 
+TINY = 1e-30
+"""A probability below it has no part in an entropy."""
+
+
 class _Chosen(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -35,25 +39,33 @@ class _Chosen(torch.autograd.Function):
             entropies.append(-(probabilities * logprobs).sum(-1))
             if keep:
                 kept.append(probabilities.to(torch.bfloat16))
-        ctx.save_for_backward(rows, weight, labels, temperatures, *kept)
-        ctx.fast = fast
         entropy = torch.cat(entropies)
-        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(rows, weight, labels, temperatures, entropy, *kept)
+        ctx.fast = fast
+        ctx.set_materialize_grads(False)
         return torch.cat(chosen), entropy
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
-        rows, weight, labels, temperatures, *kept = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor | None, by_entropy: Tensor | None) -> Any:
+        """With z the logits over the temperature: d log p(y) / dz = 1(y) - p, and
+        dH / dz = -p (log p + H)."""
+        rows, weight, labels, temperatures, entropy, *kept = ctx.saved_tensors
         dtype = torch.bfloat16 if ctx.fast else torch.float32
         by_rows, by_weight = torch.empty_like(rows), torch.zeros_like(weight)
         matrix, inputs = weight.to(dtype), rows.to(dtype)
+        if gradient is None:
+            gradient = torch.zeros_like(entropy)
         scale = gradient / temperatures
         for i, part in enumerate(_chunks(len(rows))):
-            known = kept[i].float() if kept else None
-            slope = (
-                _logprobs(rows[part], weight, temperatures[part]).exp_() if known is None else known
-            )
-            slope.mul_(-scale[part, None])
+            if kept:
+                probabilities = kept[i].float()
+            else:
+                probabilities = _logprobs(rows[part], weight, temperatures[part]).exp_()
+            factor = -scale[part, None]
+            if by_entropy is not None:
+                surprise = entropy[part, None] + probabilities.clamp_min(TINY).log()
+                factor = factor - (by_entropy / temperatures)[part, None] * surprise
+            slope = probabilities.mul_(factor)
             slope.scatter_add_(1, labels[part, None], scale[part, None])
             slope = slope.to(dtype)
             by_rows[part] = (slope @ matrix).to(by_rows.dtype)
@@ -73,7 +85,7 @@ def _logprobs(rows: Tensor, weight: Tensor, temperatures: Tensor) -> Tensor:
 def chosen_logprobs(
     rows: Tensor, weight: Tensor, labels: Tensor, temperatures: Tensor, *, fast: bool
 ) -> tuple[Tensor, Tensor]:
-    """(log-probabilities [S] of the labels, entropies [S] without gradient), in nats.
+    """(log-probabilities [S] of the labels, entropies [S]), in nats, both with gradient.
 
     ``rows`` [S, H] float32, ``weight`` [V, H] float32 (of the output layer), ``labels`` [S] int64,
     ``temperatures`` [S]. ``fast``: bfloat16 in the backward pass.

@@ -63,7 +63,7 @@ def config_of(module: Any) -> dict[str, Any]:
 def sampled_logprobs(
     module: Any, batch: PolicyBatch, *, fast: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(log-probabilities [S] with gradient, entropies [S] without) of the sampled tokens.
+    """(log-probabilities [S], entropies [S]) of the sampled tokens, both with gradient.
 
     Both at the temperature that each token was sampled at. ``fast``: attention in bfloat16 as well;
     the weights, the sums between layers and the logits are float32.

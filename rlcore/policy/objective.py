@@ -44,9 +44,10 @@ class PolicyObjective:
             ref_logprobs=reference,
             advantages=batch.advantages,
             sequence=batch.sequence,
+            entropies=entropies,
             max_tokens=self._max_tokens,
         )
-        exact = {"policy_entropy": (float(entropies.sum()), float(len(entropies)))}
+        exact = {"policy_entropy": (float(entropies.detach().sum()), float(len(entropies)))}
         now = batch.on_policy
         if now.any():
             _, mismatch = mismatch_kl(old[now], batch.inference_logprobs[now])

@@ -179,6 +179,22 @@ def test_a_missing_reference_is_refused():
     assert "reference_kl" not in policy_loss(RECIPES["dapo"], **arguments, max_tokens=8).metrics
 
 
+def test_the_entropy_bonus_rewards_entropy_and_needs_it():
+    batch = random_batch(LENGTHS)
+    recipe = replace(RECIPES["dapo"], entropy_coefficient=0.1)
+    with pytest.raises(RecipeError, match="entropies"):
+        policy_loss(recipe, **batch.arguments(), max_tokens=MAX_TOKENS)
+    entropies = torch.rand(sum(LENGTHS)).requires_grad_()
+    with_bonus = policy_loss(
+        recipe, **batch.arguments(), max_tokens=MAX_TOKENS, entropies=entropies
+    )
+    without = policy_loss(RECIPES["dapo"], **batch.arguments(), max_tokens=MAX_TOKENS)
+    difference = with_bonus.loss_sum - without.loss_sum
+    torch.testing.assert_close(difference, -0.1 * entropies.sum())
+    with_bonus.loss_sum.backward()
+    assert (entropies.grad < 0).all()
+
+
 @pytest.mark.parametrize("field", ["old_logprobs", "inference_logprobs", "advantages"])
 def test_tensors_that_do_not_fit_are_refused_by_name(field):
     batch = random_batch(LENGTHS)
