@@ -21,6 +21,7 @@ import numpy as np
 
 from clients.bench import common
 from clients.bench.drain import DrainProcess
+from clients.bench.paired import ratio_spread
 from clients.load import LoadOptions, make_client, run_load, served_model
 from clients.process import ServerProcess
 from clients.summary import summarize
@@ -75,16 +76,16 @@ class Ratio(msgspec.Struct):
 def ratio_of(concurrency: int, pairs: Sequence[Pair]) -> Ratio:
     """Spread of the paired ratios at one concurrency, and both servers' median tokens/s."""
     mine = [p for p in pairs if p.concurrency == concurrency]
-    ratios = np.array([p.ratio for p in mine])
-    p25, median, p75 = (float(np.percentile(ratios, q)) for q in (25, 50, 75))
+    found = ratio_spread((p.on.tokens_per_second, p.off.tokens_per_second) for p in mine)
+    assert found is not None  # a round in which nothing was served ends the benchmark
     return Ratio(
         concurrency,
-        len(mine),
-        median,
-        p25,
-        p75,
-        float(ratios.min()),
-        float(ratios.max()),
+        found.pairs,
+        found.median,
+        found.p25,
+        found.p75,
+        found.min,
+        found.max,
         float(np.median([p.on.tokens_per_second for p in mine])),
         float(np.median([p.off.tokens_per_second for p in mine])),
         median_of(p.on.gap_p50_s for p in mine),

@@ -63,7 +63,12 @@ def make_parser(name: str, doc: str | None, *, max_tokens: int) -> argparse.Argu
         help="a request that takes longer has failed (default: 300)",
     )
     parser.add_argument("--target", default="embedded", help="default: embedded")
-    parser.add_argument("--draft", default="none", help="default: none, an untrained head")
+    parser.add_argument(
+        "--draft",
+        default="none",
+        help="'auto' (the one that comes with the package), 'none' (an untrained head) or a folder; "
+        "default: %(default)s",
+    )
     parser.add_argument("--speculative-tokens", type=int, default=3, metavar="K", help="default: 3")
     parser.add_argument(
         "--start-deadline",
