@@ -12,9 +12,6 @@ import httpx
 from rlcore.generator.base import Completion, GeneratorError, GeneratorStatus, Published
 from rlcore.records import Sampling
 
-REQUEST_DEADLINE = 600.0
-"""Seconds for one completion."""
-
 PUBLISH_DEADLINE = 300.0
 """Seconds for a policy to be checked and to go live."""
 
@@ -28,8 +25,12 @@ request could be sent into one that is just being closed."""
 
 
 class ServerGenerator:
-    def __init__(self, url: str, model: str, api_key: str | None = None) -> None:
-        """``url``: of the server, without ``/v1``. ``model``: its name there."""
+    def __init__(self, url: str, model: str, deadline_s: float, api_key: str | None = None) -> None:
+        """``url``: of the server, without ``/v1``. ``model``: its name there.
+
+        ``deadline_s``: for one completion, its time in the queue included.
+        """
+        self._deadline_s = deadline_s
         self.url = url.rstrip("/")
         self._model = model
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -65,7 +66,7 @@ class ServerGenerator:
             "x-paceline-learn": "1" if learn else "0",
             "x-paceline-policy-versions": "1",
         }
-        response = await self._request("POST", "/v1/completions", body, REQUEST_DEADLINE, headers)
+        response = await self._request("POST", "/v1/completions", body, self._deadline_s, headers)
         try:
             return _completion(_json(response), int(response.headers["x-paceline-draft-version"]))
         except (LookupError, TypeError, ValueError) as error:
@@ -93,6 +94,16 @@ class ServerGenerator:
             )
         except (LookupError, TypeError) as error:
             raise self._strange("a status", error) from None
+
+    async def longest(self) -> int:
+        """Tokens of the longest sequence that it takes."""
+        answer = _json(await self._request("GET", "/v1/models", None, STATUS_DEADLINE, {}))
+        try:
+            return int(answer["data"][0]["max_model_len"])
+        except (LookupError, TypeError, ValueError) as error:
+            raise GeneratorError(
+                f"{self.url}/v1/models names no longest sequence ({error!r})"
+            ) from None
 
     async def healthy(self) -> bool:
         """Whether it answers and its engine is alive."""

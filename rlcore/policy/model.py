@@ -57,7 +57,7 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 def config_of(module: Any) -> dict[str, Any]:
     """The configuration as it stands in ``config.json``."""
     config: dict[str, Any] = module.config.to_diff_dict()
-    return config | {"architectures": [type(module).__name__]}
+    return config | {"use_cache": True, "architectures": [type(module).__name__]}
 
 
 def sampled_logprobs(

@@ -46,6 +46,7 @@ class Engine:
         options = settings.engine
         self._server: ChildServer | None = None
         self._url = options.url
+        self._deadline_s = options.request_deadline_s
         self._key = None if options.api_key is None else options.api_key.get_secret_value()
         if options.url is None:
             self._server = ChildServer(
@@ -61,10 +62,13 @@ class Engine:
         """Why it could not be brought back: whoever asks is told."""
         self._requests = 0
         self.restarts = 0
+        self.longest = 0
+        """Tokens of the longest sequence, once it has started."""
 
     async def start(self) -> None:
         """Raises GeneratorError."""
         await self._start_server()
+        self.longest = await self.generator.longest()
         self._ready.set()
 
     async def _start_server(self) -> None:
@@ -73,7 +77,7 @@ class Engine:
             await self._server.start()
             self._url = self._server.url
         assert self._url is not None
-        self._generator = ServerGenerator(self._url, MODEL_NAME, self._key)
+        self._generator = ServerGenerator(self._url, MODEL_NAME, self._deadline_s, self._key)
 
     @property
     def generator(self) -> ServerGenerator:
@@ -85,11 +89,19 @@ class Engine:
         return None if self._server is None else self._server.pid
 
     async def complete(
-        self, prompt_ids: list[int], sampling: Sampling, max_tokens: int, *, priority: int = 0
+        self,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        max_tokens: int,
+        *,
+        priority: int = 0,
+        learn: bool = True,
     ) -> Completion:
         """A completion, over any loss of the engine; raises GeneratorError."""
         return await self._asking(
-            lambda _: self.generator.complete(prompt_ids, sampling, max_tokens, priority=priority)
+            lambda _: self.generator.complete(
+                prompt_ids, sampling, max_tokens, priority=priority, learn=learn
+            )
         )
 
     async def publish(self, live: Live) -> Published:

@@ -32,6 +32,8 @@ class Limits:
     prompt_tokens: int
     sampled_tokens: int
     turns: int
+    sequence_tokens: int
+    """The longest that the engine takes."""
 
 
 @dataclass
@@ -78,7 +80,11 @@ async def play(
         streams = _Streams(opening)
         left, draft_version, finish = limits.sampled_tokens, -1, "turns"
         for turns_left in reversed(range(limits.turns)):
-            completion = await complete(streams.token_ids, left)
+            room = limits.sequence_tokens - len(streams.token_ids)
+            if room <= 0:
+                finish = "length"
+                break
+            completion = await complete(streams.token_ids, min(left, room))
             streams.sample(completion)
             left -= len(completion.token_ids)
             draft_version = max(draft_version, completion.draft_version)

@@ -72,7 +72,6 @@ async def _evaluate(settings: RLEvalSettings, home: Home) -> Evaluation:
     base = local_model(settings.model, home)
     tokenizer = AutoTokenizer.from_pretrained(base, local_files_only=True)
     options, sampling = settings.environment, settings.sampling
-    limits = Limits(sampling.max_prompt_tokens, sampling.max_tokens, options.max_turns)
     how = Sampling(temperature=settings.evaluate_temperature)
     with tempfile.TemporaryDirectory(prefix="paceline-eval-") as folder:
         private = settings.model_copy(update={"out": Path(folder)})
@@ -82,9 +81,15 @@ async def _evaluate(settings: RLEvalSettings, home: Home) -> Evaluation:
         ) as host:
             try:
                 await engine.start()
+                limits = Limits(
+                    sampling.max_prompt_tokens,
+                    sampling.max_tokens,
+                    options.max_turns,
+                    engine.longest,
+                )
 
                 async def complete(token_ids: list[int], most: int) -> Completion:
-                    return await engine.complete(token_ids, how, most)
+                    return await engine.complete(token_ids, how, most, learn=False)
 
                 result, _ = await evaluate(
                     host,

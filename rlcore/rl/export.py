@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
 
 from rlcore.rl.learn import PolicyLearner
+from rlcore.weights import CONFIG
 
 POLICY = "policy"
 """Folder in the run's own."""
@@ -28,6 +30,7 @@ def export(learner: PolicyLearner, base: Path, folder: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     try:
         learner.policy.save_pretrained(partial)
+        (partial / CONFIG).write_text(json.dumps(learner.config(), indent=2))
         for pattern in COPIED:
             for source in base.glob(pattern):
                 shutil.copy(source, partial)

@@ -50,7 +50,7 @@ class BatchReport:
         return means | {
             "loss": sum(u.loss for u in taken) / len(taken),
             "grad_norm": sum(u.grad_norm for u in taken) / len(taken),
-            "lr": taken[-1].lr_factor,
+            "lr_factor": taken[-1].lr_factor,
         }
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -86,8 +85,6 @@ class RolloutFloor:
         self.finished: dict[str, list[Rollout]] = {}
         """Groups that wait for the trainer."""
         self.tally = Tally()
-        self.given_up: Counter[str] = Counter()
-        """Groups that were left out for good, by reason."""
         self._running = 0
         self._sampling_now = 0
         self._admitted = 0
@@ -173,8 +170,7 @@ class RolloutFloor:
                         sampling,
                         self._limits,
                     )
-                except PromptTooLong as error:
-                    log.warning("a task is left out", reason=str(error))
+                except PromptTooLong:
                     self.tally.failed["prompt_too_long"] += 1
                     return None
                 except EnvironmentFailure as failure:
@@ -234,5 +230,9 @@ class RolloutFloor:
             self._books.ledger.lost(rollout.rollout_id)
         self._books.admission.dropped(name)
         self._books.order.given_up(turn.position)
-        self.given_up["failed"] += 1
-        log.warning("a group came to nothing and is left out", turn=turn.position)
+        self.tally.given_up += 1
+        log.warning(
+            "a group came to nothing and is left out",
+            turn=turn.position,
+            reasons=dict(self.tally.failed),
+        )

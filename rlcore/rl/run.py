@@ -42,6 +42,9 @@ STALL_WARNING = 120.0
 STALL_DEADLINE = 1800.0
 """Seconds without any change that end the run: something hangs."""
 
+FRUITLESS = 100
+"""Times as many groups as an update needs that may end without making one."""
+
 KEPT_POLICIES = 2
 """Published versions whose weights stay on disk: the live one and the one before."""
 
@@ -78,6 +81,7 @@ class Run:
             settings.sampling.max_prompt_tokens,
             settings.sampling.max_tokens,
             settings.environment.max_turns,
+            engine.longest,
         )
         self.books = Books(
             Admission(settings.max_off_policy_steps, settings.groups_per_update),
@@ -185,6 +189,7 @@ class Run:
             batch = self.books.admission.take_batch()
             if batch:
                 return batch
+            self._check_fruit()
             if self._publishing is not None and self._publishing.done():
                 await self._until_published()  # what it raises ends the run
             if await self._floor.changed(STALL_WARNING):
@@ -201,6 +206,17 @@ class Run:
             log.warning("no rollout ended for a while", seconds=round(waited), **state)
             if waited > STALL_DEADLINE:
                 raise RunError(f"no rollout ended for {waited:.0f} s ({state}); see server.log")
+
+    def _check_fruit(self) -> None:
+        """Rollouts that never differ would go on for ever."""
+        tally = self._floor.tally
+        tried = tally.groups + tally.given_up
+        if tried > FRUITLESS * self._settings.groups_per_update:
+            raise RunError(
+                f"of the last {tried} groups {tally.equal} had equal rewards and {tally.given_up} came to "
+                f"nothing ({dict(tally.failed)}); there is nothing to learn from. Take easier or harder "
+                "tasks, a larger group-size or a higher temperature"
+            )
 
     async def _update(self, groups: list[list[Rollout]]) -> BatchReport:
         meter = self._roles.trainer
@@ -296,7 +312,9 @@ class Run:
         sampling = Sampling(temperature=settings.evaluate_temperature)
 
         async def complete(token_ids: list[int], most: int) -> Completion:
-            return await self._sample(token_ids, sampling, most, EVALUATION_PRIORITY)
+            return await self._engine.complete(
+                token_ids, sampling, most, priority=EVALUATION_PRIORITY, learn=False
+            )
 
         result, _ = await evaluate(
             self._host,

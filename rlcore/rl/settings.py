@@ -89,6 +89,9 @@ class EngineOptions(BaseModel, extra="forbid"):
     learn_drafts: bool = Field(True, description="The drafter learns on as the policy moves")
     threads: int | None = Field(None, ge=1, description="Threads on a CPU; default: half the cores")
     max_model_len: int | None = Field(None, ge=16, description="Longest sequence, tokens")
+    request_deadline_s: float = Field(
+        1800.0, gt=0, description="Seconds for one completion, its time in the queue included"
+    )
     serve_flags: list[str] = Field(
         default_factory=list, description="More flags of paceline serve, as words"
     )
@@ -116,7 +119,10 @@ class RLTrainSettings(CommonSettings):
     groups_per_update: int = Field(16, ge=1, description="Groups (prompts) in an update")
     group_size: int = Field(8, ge=2, description="Rollouts of one prompt")
     max_off_policy_steps: int = Field(
-        1, ge=0, description="Updates that a rollout's oldest token may be behind"
+        1,
+        ge=0,
+        description="Batches that a rollout's oldest token may be behind (each is updates-per-batch "
+        "optimizer updates)",
     )
     concurrency: int = Field(32, ge=1, description="Rollouts that run at a time, at most")
     balance: bool = Field(True, description="Adapt concurrency to what the trainer takes")

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.errors import UsageError
+from rlcore.log import get_logger
+
+log = get_logger("rl")
 
 METRICS = "metrics.jsonl"
 TRAINED = "trained.jsonl"
@@ -49,8 +52,12 @@ class Sinks:
             self._write(SAMPLES, {"update": update, **sample})
 
     def _write(self, name: str, line: Mapping[str, Any]) -> None:
-        with open(self._folder / name, "a") as file:
-            file.write(json.dumps(line) + "\n")
+        """A disk that is full costs lines, not the run."""
+        try:
+            with open(self._folder / name, "a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            log.error("a line of a log is lost", file=name, reason=error.strerror)
 
     def close(self) -> None:
         self._board.close()

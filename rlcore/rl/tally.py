@@ -20,6 +20,8 @@ class Tally:
     all_wrong: int = 0
     equal: int = 0
     """Groups whose rewards are all equal."""
+    given_up: int = 0
+    """Groups that came to nothing."""
     failed: Counter[str] = field(default_factory=Counter)
     """Episodes that came to nothing, by reason."""
     rewards: list[float] = field(default_factory=list)

@@ -78,7 +78,7 @@ def asking(
     url: str, ask: Callable[[ServerGenerator], Awaitable[T]], api_key: str | None = None
 ) -> T:
     async def run() -> T:
-        generator = ServerGenerator(url, "policy", api_key)
+        generator = ServerGenerator(url, "policy", 600.0, api_key)
         try:
             return await ask(generator)
         finally:
@@ -267,7 +267,7 @@ def test_a_server_that_hangs_is_given_up_at_the_deadline_and_is_not_gone(monkeyp
 
 def test_a_closed_generator_asks_nobody():
     async def run() -> None:
-        generator = ServerGenerator("http://127.0.0.1:9", "policy")
+        generator = ServerGenerator("http://127.0.0.1:9", "policy", 600.0)
         await generator.close()
         with pytest.raises(GeneratorError) as error:
             await complete(generator)

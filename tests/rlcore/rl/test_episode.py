@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 ECHO = "tests.rlcore.rl.scripted:Echo"
 SAMPLING = Sampling(temperature=0.8)
-ROOMY = Limits(prompt_tokens=400, sampled_tokens=200, turns=8)
+ROOMY = Limits(prompt_tokens=400, sampled_tokens=200, turns=8, sequence_tokens=2048)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_a_swap_in_the_middle_of_a_completion_is_seen_by_token(tokenizer):
 
 def test_a_prompt_that_is_too_long_is_not_sampled(tokenizer):
     complete = Scripted(tokenizer)
-    text = fails(tokenizer, complete, PromptTooLong, Limits(3, 100, 1))
+    text = fails(tokenizer, complete, PromptTooLong, Limits(3, 100, 1, 2048))
     assert "train/3" in text
     assert complete.asked == []
 
@@ -178,15 +178,26 @@ def test_no_token_at_all_is_a_rollout_that_sampled_nothing(tokenizer):
 
 def test_a_reply_that_is_cut_off_ends_the_episode(tokenizer):
     complete = Scripted(tokenizer, "one", "this is much too long to be said in what is left")
-    rollout = played(tokenizer, complete, Limits(400, 6, 8))
+    rollout = played(tokenizer, complete, Limits(400, 6, 8, 2048))
     assert rollout.sampled == 6
     assert rollout.finish_reason == "length"
     assert rollout.loss_mask[-1], "nothing is said to a reply that was cut off"
     assert len(complete.asked) == 2
 
 
+@pytest.mark.parametrize("room", [1, 3, 12, 30])
+def test_an_episode_never_outgrows_the_engine(tokenizer, room):
+    replies = ("one", "two", "three", "four")
+    opening = played(tokenizer, Scripted(tokenizer, "stop")).prompt_length
+    rollout = played(
+        tokenizer, Scripted(tokenizer, *replies, "stop"), Limits(400, 200, 8, opening + room)
+    )
+    assert rollout.finish_reason == "length"
+    assert rollout.sampled <= room
+
+
 def test_the_last_turn_ends_the_episode(tokenizer):
-    rollout = played(tokenizer, Scripted(tokenizer, "one", "two"), Limits(400, 100, 2))
+    rollout = played(tokenizer, Scripted(tokenizer, "one", "two"), Limits(400, 100, 2, 2048))
     assert rollout.finish_reason == "turns"
     assert rollout.loss_mask[-1], "nothing is said to the last reply"
     assert rollout.reward_parts == {"turns": 2.0}

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 ECHO = "tests.rlcore.rl.scripted:Echo"
 GROUP_SIZE = 3
 DEADLINE = 300.0
-LIMITS = Limits(prompt_tokens=60, sampled_tokens=80, turns=3)
+LIMITS = Limits(prompt_tokens=60, sampled_tokens=80, turns=3, sequence_tokens=2048)
 
 Script = Callable[[str], str]
 """What the policy says to a conversation."""
@@ -111,7 +111,7 @@ class World:
         waiting = {*state["again"], *state["in_flight"], *state["finished"]}
         done = state["cursor"] - len(waiting)
         dropped = self.floor.tally.equal if self.floor._recipe.dynamic_sampling else 0
-        assert done == len(self.trained) + dropped + sum(self.floor.given_up.values())
+        assert done == len(self.trained) + dropped + self.floor.tally.given_up
         assert not waiting & {int(name) for name in self.trained}
         assert {int(name) for name in self.floor.finished} == set(state["finished"])
         totals = self.books.ledger.totals()
@@ -251,7 +251,7 @@ def test_a_failed_episode_is_counted_and_played_again():
     world = with_floor(
         script, lambda world: world.train(2, draw), recipe=a_recipe(dynamic_sampling=False)
     )
-    assert not world.floor.given_up
+    assert world.floor.tally.given_up == 0
     groups = len(world.trained) + len(world.floor.finished)
     assert world.floor.tally.failed["error"] >= groups * (EPISODE_ATTEMPTS - 1)
     assert world.books.ledger.totals().fates[Fate.FAILED] > 0
@@ -265,7 +265,7 @@ def test_a_group_that_fails_again_and_again_is_given_up_and_the_others_go_on():
 
     draw = random.Random(3)
     world = with_floor(script, lambda world: world.train(5, draw), seed=3)
-    assert world.floor.given_up["failed"] > 0
+    assert world.floor.tally.given_up > 0
     tasks = [int(group[0].task_id.split("/")[-1]) for group in world.trained.values()]
     assert all(task % 3 for task in tasks)
     world.check_books()
@@ -281,7 +281,7 @@ def test_a_prompt_that_is_too_long_is_given_up_without_sampling():
         return draw.choice(["stop right", "stop wrong"])
 
     world = with_floor(
-        script, lambda world: world.train(1, draw), limits=Limits(longest, 80, 1), seed=4
+        script, lambda world: world.train(1, draw), limits=Limits(longest, 80, 1, 2048), seed=4
     )
     assert {len(number) for number in seen} <= {1, 2}
     assert world.floor.tally.failed["prompt_too_long"] > 0

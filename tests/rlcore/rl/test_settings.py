@@ -125,6 +125,6 @@ def test_a_dry_run_starts_nothing_and_shows_a_task(tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["quickstart", "--out", str(out), "--dry-run", "--home", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "12 groups x 8 = 96 rollouts" in shown
+    assert "8 groups x 12 = 96 rollouts" in shown
     assert "reasoning_gym:chain_sum/train/0" in shown
     assert not out.exists()
