@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -215,7 +216,11 @@ def spread_row(name: str, values: Spread | None) -> list[Any]:
 
 
 def run_main(main: Any) -> None:
-    """Turn what went wrong into one line (or the server's log) and an exit code."""
+    """Turn what went wrong into one line (or the server's log) and an exit code.
+
+    SIGTERM ends a benchmark as an error does: its servers are stopped, and a stopped learner goes on.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         sys.exit(main())
     except (BenchError, ServerFailed, FileNotFoundError) as error:

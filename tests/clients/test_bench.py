@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -212,3 +215,28 @@ def test_the_processor_is_named(tmp_path: Path) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text("processor\t: 0\nmodel name\t: A chip: fast\n")
     assert common.cpu_model(info) == "A chip: fast"
+
+
+ENDED = """
+import asyncio
+from clients.bench import common
+
+async def wait():
+    try:
+        print("waiting", flush=True)
+        await asyncio.sleep(60)
+    finally:
+        print("cleaned", flush=True)
+
+common.run_main(lambda: asyncio.run(wait()))
+"""
+
+
+def test_a_benchmark_that_is_terminated_cleans_up() -> None:
+    command = [sys.executable, "-c", ENDED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        process.terminate()
+        assert process.stdout.read() == "cleaned\n"
+    assert process.returncode == 128 + signal.SIGTERM
