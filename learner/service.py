@@ -63,6 +63,9 @@ class Learner:
         """(version, digest) that came in whole and cannot be learned from."""
         self._refused_orders = 0
         self._next_checkpoint = time.monotonic() + settings.checkpoint_interval_s
+        self._training = False
+        self._rest = False
+        """The server needs the cores."""
         self._stopping = False
 
     def stop(self) -> None:
@@ -87,10 +90,10 @@ class Learner:
         if self._course.session is not None:  # until then traces wait in the bounded socket
             now = time.monotonic()
             worked = self._intake.take(self._inbox, lambda span: self._course.saw(span, now))
-            worked |= self._course.train(self._settings.replay_ratio, now)
+            worked |= self._train(now)
         now = time.monotonic()
         self._go_back(now)
-        if self._course.due(now):
+        if self._course.due(now) and not self._rest:
             self._consider(now)
         if now >= self._next_checkpoint:
             self._next_checkpoint = now + self._settings.checkpoint_interval_s
@@ -99,6 +102,14 @@ class Learner:
             self._next_report = now + REPORT_INTERVAL
             self._tell()
         return worked
+
+    def _train(self, now: float) -> bool:
+        """One update, unless the server needs the cores; it is told when that begins and ends."""
+        before = self._training
+        self._training = not self._rest and self._course.train(self._settings.replay_ratio, now)
+        if self._training and not before:
+            self._tell()
+        return self._training
 
     # --- the live version ---
 
@@ -132,6 +143,7 @@ class Learner:
         publisher = self._course.publisher
         publisher.last_version = max(publisher.last_version, hello.last_version)
         self._inbox.accept(server)
+        self._rest = hello.rest
         self._course.serves(hello.live_version)
         if not self._moving.follow(server, hello, time.monotonic()):
             return
@@ -219,7 +231,7 @@ class Learner:
 
     def _consider(self, now: float) -> None:
         """Judge the present weights against the live version, and announce them if they win."""
-        self._tell(phase="judging")
+        self._tell(judging=True)
         manifest = self._course.consider(now)
         if manifest is not None:
             self._inbox.tell_all(Announce(manifest))
@@ -242,7 +254,7 @@ class Learner:
 
     # --- reports and checkpoints ---
 
-    def _tell(self, phase: str | None = None) -> None:
+    def _tell(self, judging: bool = False) -> None:
         course, intake = self._course, self._intake
         loss, speed = course.recent()
         now = time.monotonic()
@@ -250,7 +262,8 @@ class Learner:
         self._inbox.tell_all(
             LearnerReport(
                 pid=os.getpid(),
-                phase=phase or progress.phase,
+                phase=self._phase(judging),
+                computing=self._training or judging,
                 received=intake.received,
                 rejected=dict(self._inbox.rejected),
                 replay_tokens=intake.replay.training_tokens,
@@ -270,6 +283,11 @@ class Learner:
                 pace=pacing.reason,
             )
         )
+
+    def _phase(self, judging: bool) -> str:
+        if judging:
+            return "judging"
+        return "resting: the server is busy" if self._rest else self._course.progress.phase
 
     def _checkpoint(self) -> None:
         if self._course.session is None:

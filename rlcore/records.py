@@ -229,6 +229,10 @@ class EngineReport(msgspec.Struct, tag="engine_report", tag_field="kind"):
     speculative_tokens: int
     acceptance: list[AcceptanceCount]
     capture: CaptureCounts
+    threads: Count = 0
+    """The model computes with at present; 0 where the engine does not set them."""
+    running: Count = 0
+    """Requests in the engine that have begun and not ended."""
     schema: int = SCHEMA_VERSION
 
 
@@ -242,6 +246,13 @@ class RequestEnd(msgspec.Struct, tag="request_end", tag_field="kind"):
     output_tokens: Count
     tenant: Id = "default"
     learn: bool = True
+    schema: int = SCHEMA_VERSION
+
+
+class CoresSpared(msgspec.Struct, tag="cores_spared", tag_field="kind"):
+    """The server's word on how many cores the model leaves to others for the time being."""
+
+    cores: Count
     schema: int = SCHEMA_VERSION
 
 
@@ -262,6 +273,8 @@ class Hello(msgspec.Struct, tag="hello", tag_field="kind"):
     """The highest version number in the server's store; new ones count on from there."""
     target_sha256: str = ""
     """Of a target version that was published to the server; empty for its own target."""
+    rest: bool = False
+    """The learner is not to compute for the time being: its cores are needed."""
     schema: int = SCHEMA_VERSION
 
 
@@ -270,6 +283,8 @@ class LearnerReport(msgspec.Struct, tag="learner_report", tag_field="kind"):
 
     pid: int
     phase: str
+    computing: bool = False
+    """Whether it trains or judges, or waits."""
     received: int = 0
     rejected: dict[str, int] = {}
     replay_tokens: int = 0
@@ -361,7 +376,7 @@ class Verdict(msgspec.Struct, tag="verdict", tag_field="kind"):
     schema: int = SCHEMA_VERSION
 
 
-EngineMessage = EngineReport | RequestEnd
+EngineMessage = EngineReport | RequestEnd | CoresSpared
 LearnerMessage = (
     Hello | LearnerReport | Announce | Retreat | FetchDraft | DraftFiles | Verdict
     | FetchTarget | TargetTensors

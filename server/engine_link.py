@@ -10,7 +10,14 @@ import zmq
 import zmq.asyncio
 
 from rlcore.log import get_logger
-from rlcore.records import EngineReport, RecordError, RequestEnd, decode_engine_message, encode
+from rlcore.records import (
+    CoresSpared,
+    EngineReport,
+    RecordError,
+    RequestEnd,
+    decode_engine_message,
+    encode,
+)
 from rlcore.transport import open_socket
 
 log = get_logger("server")
@@ -49,6 +56,12 @@ class EngineLink:
         payload = encode(end)
         for worker in self._workers:
             # Sent at once or queued; a ROUTER drops what a gone worker cannot take.
+            self._socket.send_multipart([worker, payload])
+
+    def spare_cores(self, cores: int) -> None:
+        """Tell every worker how many cores to leave to others."""
+        payload = encode(CoresSpared(cores))
+        for worker in self._workers:
             self._socket.send_multipart([worker, payload])
 
     async def wait_for_worker(self, deadline: float) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import torch
 import zmq
@@ -62,6 +63,8 @@ class LearnerLink:
         self._tasks: set[asyncio.Task[None]] = set()
         self.report: LearnerReport | None = None
         self.reported_at: float | None = None
+        self._rest = False
+        self.on_report: list[Callable[[], None]] = []
         self.rejected: dict[str, int] = {}
         drafts.on_change.append(self._say_hello_soon)
         policy.on_change.append(self._say_hello_soon)
@@ -74,6 +77,18 @@ class LearnerLink:
     @property
     def alive(self) -> bool:
         return self.age is not None and self.age < ALIVE_FOR
+
+    @property
+    def computing(self) -> bool:
+        """Whether the learner is there and not waiting for anything."""
+        return self.alive and self.report is not None and self.report.computing
+
+    def let_rest(self, rest: bool) -> None:
+        """Whether the learner is to leave its cores to the model for the time being."""
+        if rest != self._rest:
+            self._rest = rest
+            log.info("the learner rests" if rest else "the learner may go on")
+            self._say_hello_soon()
 
     async def run(self) -> None:
         """Serve the link for ever; cancel to stop."""
@@ -95,6 +110,8 @@ class LearnerLink:
     def _take(self, message: LearnerMessage, frames: list[bytes]) -> None:
         if isinstance(message, LearnerReport):
             self.report, self.reported_at = message, time.monotonic()
+            for heard in self.on_report:
+                heard()
         elif isinstance(message, Announce):
             self._start(self._promote(message))
         elif isinstance(message, Retreat):
@@ -212,6 +229,7 @@ class LearnerLink:
                 self._drafts.manifest().sha256,
                 self._drafts.next_version() - 1,
                 self._policy.sha256,
+                self._rest,
             )
         )
 

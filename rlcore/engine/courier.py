@@ -21,6 +21,7 @@ from rlcore.engine.options import EngineOptions
 from rlcore.engine.spans import Span, trim
 from rlcore.records import (
     CaptureCounts,
+    CoresSpared,
     EngineReport,
     RecordError,
     RequestEnd,
@@ -61,6 +62,8 @@ class Courier(threading.Thread):
         self._held_spans = 0
         self._ends: OrderedDict[str, RequestEnd] = OrderedDict()
         self._stopping = threading.Event()
+        self.cores_spared = 0
+        """The server's last word on it."""
         self._link: zmq.Socket[bytes]
         self._traces: zmq.Socket[bytes] | None = None
         for endpoint in (options.link_endpoint, options.trace_endpoint):
@@ -106,7 +109,7 @@ class Courier(threading.Thread):
         next_report = 0.0
         while not self._stopping.is_set():
             self._link.poll(20)
-            self._take_ends()
+            self._take_messages()
             self._take_spans()
             self._expire()
             now = time.monotonic()
@@ -123,14 +126,16 @@ class Courier(threading.Thread):
                 self._counts.captured, self._counts.sent, dict(self._counts.dropped)
             )
 
-    def _take_ends(self) -> None:
+    def _take_messages(self) -> None:
         while (frames := receive(self._link)) is not None:
             try:
                 message = decode_engine_message(frames[-1])
             except RecordError as error:
                 self.drop(f"link_{error.reason}")
                 continue
-            if isinstance(message, RequestEnd):
+            if isinstance(message, CoresSpared):
+                self.cores_spared = message.cores
+            elif isinstance(message, RequestEnd):
                 self._ends[message.request_id] = message
                 while len(self._ends) > REMEMBERED_ENDS:
                     self._ends.popitem(last=False)

@@ -3,11 +3,10 @@
 vLLM puts a CPU worker into a process of its own, even a single one, so that it can give it an OpenMP
 environment, and keeps one core free for the others. Each step then crosses a process border three
 times, and on two cores the model has one. Here the environment is set before the engine core starts
-(see ``launch``), and all cores are the model's but one for a learner on this machine: threads that wait
-for each other lose more to a learner between them than a core is worth (2 cores, 1 stream: 53 tokens/s
-and 320 positions trained a second on both, 62 and 710 on one each). The number stays what it was at
-the start: oneDNN's primitives, which vLLM keeps by shape, go on using as many threads as they were made
-for. A waiting thread sleeps after 5 ms. Read against vLLM 0.32.0:
+(see ``launch``), and all cores are the model's. While a learner on this machine computes, one is the
+learner's (``threads``): threads that wait for each other lose more to a learner between them than a core
+is worth (2 cores, 1 stream: 53 tokens/s and 320 positions trained a second on both, 62 and 710 on one
+each). A waiting thread sleeps after 5 ms. Read against vLLM 0.32.0:
 ``CpuPlatform.check_and_update_config`` replaces the executor named "uni", not a class.
 """
 
@@ -33,18 +32,21 @@ def fits(world_size: int) -> bool:
     return world_size == 1 and nodes <= 1 and os.environ.get(BOUND_ELSEWHERE, "nobind") == "nobind"
 
 
-def prepare(spared: int) -> None:
+def prepare() -> int:
     """Set what OpenMP reads when the engine core starts; the user's own settings stay.
 
-    ``spared``: cores left to others, if there is more than one.
+    Returns the cores that the model computes on, 0 where the user has set them.
     """
+    threads = "OMP_NUM_THREADS"
+    given = threads in os.environ
     physical = psutil.cpu_count(logical=False)
     usable = len(os.sched_getaffinity(0))
-    threads = max(1, min(physical or usable, usable) - spared)
+    cores = max(1, min(physical or usable, usable))
     for name, value in {
         BOUND_ELSEWHERE: "nobind",
-        "OMP_NUM_THREADS": str(threads),
+        threads: str(cores),
         "KMP_BLOCKTIME": "5",
         "KMP_TPAUSE": "0",
     }.items():
         os.environ.setdefault(name, value)
+    return 0 if given else cores

@@ -12,6 +12,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from rlcore.engine.options import EngineOptions
 from rlcore.errors import PacelineError
 from rlcore.settings import ServeSettings
@@ -87,7 +89,7 @@ def engine_arguments(
         from rlcore.engine import executor
 
         if executor.fits(args.tensor_parallel_size * args.pipeline_parallel_size):
-            executor.prepare(spared=1 if settings.learner == "local" else 0)
+            options = msgspec.structs.replace(options, cores=executor.prepare())
             args.distributed_executor_backend = executor.InlineExecutor
     args.worker_cls = WORKER_CLASS
     args.scheduler_cls = SCHEDULER_CLASS

@@ -27,6 +27,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     capture_rate: float
     capture_span_tokens: int
     capture_queue: int
+    cores: int = 0
+    """The model computes on, less those that the server has it spare; 0: not ours to set."""
 
     def to_config(self) -> dict[str, Any]:
         return {ADDITIONAL_CONFIG_KEY: msgspec.to_builtins(self)}

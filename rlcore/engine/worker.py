@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 from vllm.platforms import current_platform
 
+from rlcore.engine import threads
 from rlcore.engine.capture import Capture
 from rlcore.engine.courier import Courier
 from rlcore.engine.fixes import EngineUnsafe, apply_fixes, verify_fixes
@@ -56,6 +58,7 @@ class PacelineWorker(BaseWorker):
         self._slot: DraftSlot | None = None
         self._upkeep: DeferredUpkeep | None = None
         self._rates = options.draft_rates
+        self._cores = options.cores
         self._drafting = 0
         self._proposed = False
         drafter = None if speculative is None else self.model_runner.get_draft_model()
@@ -83,6 +86,8 @@ class PacelineWorker(BaseWorker):
         for slot in (self._slot, self._policy):
             if slot is not None and slot.broken:
                 raise EngineUnsafe(slot.broken)
+        if self._cores and self._courier is not None:
+            threads.compute_with(self._cores - self._courier.cores_spared)
         if scheduler_output.total_num_scheduled_tokens:
             self._drafting = scheduler_output.num_spec_tokens_to_schedule
         if self._courier is not None:
@@ -183,4 +188,6 @@ class PacelineWorker(BaseWorker):
             speculative_tokens=self._drafting,
             acceptance=list(self._capture.acceptance.values()),
             capture=counts,
+            threads=torch.get_num_threads() if self._cores else 0,
+            running=len(self.model_runner.requests),
         )

@@ -18,6 +18,7 @@ from rlcore.records import (
     AcceptanceCount,
     Announce,
     CaptureCounts,
+    CoresSpared,
     DraftFiles,
     DraftManifest,
     EngineReport,
@@ -41,7 +42,7 @@ from rlcore.records import (
 )
 
 MESSAGES = {
-    decode_engine_message: (EngineReport, RequestEnd),
+    decode_engine_message: (EngineReport, RequestEnd, CoresSpared),
     decode_learner_message: (
         Hello,
         LearnerReport,
@@ -80,6 +81,7 @@ messages = {
     RequestEnd: st.builds(
         RequestEnd, request_id=names, output_tokens=counts, tenant=names, learn=st.booleans()
     ),
+    CoresSpared: st.builds(CoresSpared, cores=counts),
     Hello: st.builds(
         Hello, target_id=names, target_version=integers, method=names, speculative_tokens=integers,
         live_version=integers, last_version=integers,

@@ -1,0 +1,19 @@
+"""How many threads the model computes with on a CPU, changed between two steps.
+
+Read against vLLM 0.32.0: ``CPUWorker.init_device`` puts a function that does nothing in the place of
+``torch.set_num_threads``, so that nobody undoes its binding of threads to cores. Here they are not bound
+(``executor``), and this module holds the real one: import it before the worker starts.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_set_num_threads = torch.set_num_threads
+
+
+def compute_with(threads: int) -> None:
+    """Use so many threads in what this thread computes from now on, at least one."""
+    threads = max(1, threads)
+    if torch.get_num_threads() != threads:
+        _set_num_threads(threads)
