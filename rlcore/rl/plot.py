@@ -12,10 +12,10 @@ from rlcore.errors import UsageError
 from rlcore.rl.sinks import METRICS
 
 PANELS = (
-    ("reward (sampled) and held-out accuracy", ("reward",), "eval/accuracy"),
-    ("entropy (nats per token), share of equal groups", ("policy_entropy", "equal_groups"), None),
+    ("reward (line), held-out accuracy (points)", ("reward",), "eval/accuracy"),
+    ("entropy in nats per token (-), share of equal groups (--)", ("policy_entropy", "equal_groups"), None),
     ("acceptance length", ("acceptance_length",), None),
-    ("idle share", ("generator/idle", "trainer/idle"), None),
+    ("idle share: generator (-), trainer (--)", ("generator/idle", "trainer/idle"), None),
 )
 """(title, figures drawn as lines, figure drawn with its standard error)"""
 
