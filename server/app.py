@@ -29,7 +29,7 @@ from rlcore.errors import PacelineError
 from rlcore.log import get_logger
 from rlcore.records import RequestEnd
 from rlcore.settings import ServeSettings
-from server.cores import CoreShare
+from server.cores import share_cores
 from server.drafts import Drafts
 from server.engine_link import EngineLink
 from server.learner_link import LearnerLink
@@ -144,21 +144,6 @@ def connect(llm: PacelineLLM, drafts: Drafts, policy: Policy, link: EngineLink) 
     llm.on_end = on_end
     drafts.connect(swap)
     policy.connect(swap_target)
-
-
-def share_cores(engine: EngineLink, learner: LearnerLink) -> None:
-    """Between the model and a learner on this machine, anew with each report of either."""
-    share = CoreShare()
-
-    def observe() -> None:
-        running = engine.report.running if engine.report is not None else 0
-        share.observe(running, learner.computing, time.monotonic())
-        learner.let_rest(share.resting)
-        engine.spare_cores(share.spared)
-
-    # A learner that is gone says nothing, so the engine's reports count as well.
-    learner.on_report.append(observe)
-    engine.on_report.append(lambda _: observe())
 
 
 async def build(

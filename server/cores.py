@@ -8,7 +8,11 @@ from waits in its bounded replay.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+
+from server.engine_link import EngineLink
+from server.learner_link import LearnerLink
 
 BUSY = 6
 """Requests running that make the learner rest: from about here on a step computes more than it waits."""
@@ -68,3 +72,24 @@ class CoreShare:
                 self.resting, self._relieved, self._since = False, True, now
         elif self._running >= BUSY:
             self.resting, self._since = True, now
+
+
+def share_cores(engine: EngineLink, learner: LearnerLink) -> None:
+    """Between the model and a learner on this machine, anew with each report of either.
+
+    Where the engine's threads are not ours to set (a GPU, or the user has set them), the learner never rests:
+    its cores are not the model's.
+    """
+    share = CoreShare()
+
+    def observe() -> None:
+        report = engine.report
+        if report is None or report.threads == 0:
+            return
+        share.observe(report.running, learner.computing, time.monotonic())
+        learner.let_rest(share.resting)
+        engine.spare_cores(share.spared)
+
+    # A learner that is gone says nothing, so the engine's reports count as well.
+    learner.on_report.append(observe)
+    engine.on_report.append(lambda _: observe())

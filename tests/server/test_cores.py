@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.cores import BUSY, CALM, LINGER, LONGEST_REST, RELIEF, CoreShare
+from rlcore.records import CaptureCounts, EngineReport
+from server.cores import BUSY, CALM, LINGER, LONGEST_REST, RELIEF, CoreShare, share_cores
 
 
 def reports(share: CoreShare, running: int, seconds: float, start: float = 0.0) -> list[bool]:
@@ -77,3 +78,43 @@ def test_it_never_rests_longer_than_stated_and_never_loses_its_core_while_it_com
             assert now - resting_since < LONGEST_REST
         else:
             resting_since = None
+
+
+class Ends:
+    """Stands for both links: what they were told, and reports at will."""
+
+    def __init__(self) -> None:
+        self.report: EngineReport | None = None
+        self.computing = True
+        self.on_report: list = []
+        self.rests: list[bool] = []
+        self.spared: list[int] = []
+
+    def let_rest(self, rest: bool) -> None:
+        self.rests.append(rest)
+
+    def spare_cores(self, cores: int) -> None:
+        self.spared.append(cores)
+
+    def says(self, threads: int, running: int) -> None:
+        self.report = EngineReport("1", 0, 3, [], CaptureCounts(), threads, running)
+        for heard in self.on_report[1:]:
+            heard(self.report)
+
+
+def test_both_sides_are_told_with_each_report():
+    ends = Ends()
+    share_cores(ends, ends)
+    for _ in range(10):
+        ends.says(threads=2, running=4 * BUSY)
+    assert ends.spared == [1] * 10
+    assert ends.rests[-1]
+
+
+def test_where_the_threads_are_not_ours_nobody_is_told_anything():
+    ends = Ends()
+    share_cores(ends, ends)
+    for _ in range(10):
+        ends.says(threads=0, running=4 * BUSY)
+    assert ends.spared == []
+    assert ends.rests == []
