@@ -47,6 +47,8 @@ class Published:
 class GeneratorStatus:
     policy_version: int
     draft_version: int
+    target_id: str = ""
+    """Of the model that the generator started with."""
     emitted: int = 0
     """Tokens of steps in which something was drafted, since the generator started."""
     draft_steps: int = 0

@@ -88,6 +88,7 @@ class ServerGenerator:
             return GeneratorStatus(
                 policy_version=answer["target"]["version"],
                 draft_version=answer["draft"]["live"],
+                target_id=answer["target"]["id"],
                 emitted=total["emitted"],
                 draft_steps=total["steps"],
                 plain_steps=total["plain_steps"],

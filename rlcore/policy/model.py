@@ -37,6 +37,11 @@ def load_policy(
         raise PolicyError(
             f"{folder} cannot be loaded as a causal language model: {cause}"
         ) from None
+    if not (hasattr(model, "model") and hasattr(model, "lm_head")):
+        raise PolicyError(
+            f"{folder}: a {type(model).__name__} is not laid out as a decoder (model) and an output layer "
+            "(lm_head), and cannot be trained here"
+        )
     if model.get_output_embeddings().bias is not None:
         raise PolicyError(
             f"{folder}: a policy whose output layer has a bias cannot be trained here"

@@ -13,7 +13,11 @@ from rlcore.rl.sinks import METRICS
 
 PANELS = (
     ("reward (line), held-out accuracy (points)", ("reward",), "eval/accuracy"),
-    ("entropy in nats per token (-), share of equal groups (--)", ("policy_entropy", "equal_groups"), None),
+    (
+        "entropy in nats per token (-), share of equal groups (--)",
+        ("policy_entropy", "equal_groups"),
+        None,
+    ),
     ("acceptance length", ("acceptance_length",), None),
     ("idle share: generator (-), trainer (--)", ("generator/idle", "trainer/idle"), None),
 )

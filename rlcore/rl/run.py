@@ -135,6 +135,11 @@ class Run:
                     await self._begin_to_publish()
                     await self._until_published()
                 status = await self._engine.status()
+                if status.target_id != self._base_id:
+                    raise RunError(
+                        f"the server serves {status.target_id}, the run trains {self._base_id}; start it "
+                        "with the run's --model as its --target"
+                    )
                 if status.policy_version != self.version:
                     raise RunError(
                         f"the server has policy version {status.policy_version} live, the run is at "

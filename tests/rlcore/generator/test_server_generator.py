@@ -191,13 +191,13 @@ def test_a_publication_and_a_status_are_read():
     body = json.loads(asked[0][2])
     assert body == {"version": 5, "folder": "/policies/5", "sha256": "ab" * 32}
     answer = {
-        "target": {"version": 5},
+        "target": {"id": "m-1", "version": 5},
         "draft": {"live": 2},
         "acceptance": {"total": {"emitted": 30, "steps": 10, "plain_steps": 4}},
     }
     with answering(answer) as (url, _):
         found = asking(url, status)
-    assert (found.policy_version, found.draft_version) == (5, 2)
+    assert (found.policy_version, found.draft_version, found.target_id) == (5, 2, "m-1")
     assert (found.emitted, found.draft_steps, found.plain_steps) == (30, 10, 4)
 
 

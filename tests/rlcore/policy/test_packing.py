@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from rlcore.policy.model import sampled_logprobs
+from rlcore.policy.model import PolicyError, load_policy, sampled_logprobs
 from rlcore.policy.packing import PROMPT, WeightedRollout, pack
 from rlcore.records import Sampling
 from rlcore.rollout import NOT_SAMPLED, Rollout, check_rollout
@@ -131,3 +131,10 @@ def test_a_rollout_that_sampled_nothing_is_left_out():
     )
     assert {s for batch in batches for s in batch.sequence.tolist()} == {1}
     assert pack([WeightedRollout(empty, 1.0, 0)], 64, 0) == []
+
+
+def test_a_model_without_a_decoder_and_an_output_layer_is_refused_in_one_line(tmp_path):
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=8, n_layer=1, n_head=1)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    with pytest.raises(PolicyError, match="GPT2LMHeadModel"):
+        load_policy(tmp_path)
