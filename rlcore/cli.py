@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib.metadata import entry_points, version
 
 from rlcore.errors import PacelineError
@@ -33,9 +34,13 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if words[0] not in commands:
         return fail(f"unknown command {words[0]!r}; there are: {', '.join(sorted(commands))}")
+    return guarded(lambda argv: commands[words[0]].load()(argv), words[1:])
+
+
+def guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
+    """The exit code of a command; errors that a user can do something about are one line."""
     try:
-        command = commands[words[0]].load()
-        return int(command(words[1:]))
+        return int(command(argv))
     except PacelineError as error:
         return fail(str(error))
     except KeyboardInterrupt:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from rlcore.cli import fail
+from rlcore.cli import guarded
 from rlcore.environments.host import EnvironmentHost
-from rlcore.errors import PacelineError, UsageError
+from rlcore.errors import UsageError
 from rlcore.home import Home
 from rlcore.log import get_logger, setup_logging
 from rlcore.rl import saved as saving
@@ -22,12 +22,7 @@ log = get_logger("rl")
 
 def console() -> int:
     """The ``rl-train`` script."""
-    try:
-        return main(sys.argv[1:])
-    except PacelineError as error:
-        return fail(str(error))
-    except KeyboardInterrupt:
-        return 130
+    return guarded(main, sys.argv[1:])
 
 
 def main(argv: list[str]) -> int:

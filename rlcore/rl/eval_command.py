@@ -11,9 +11,9 @@ from pathlib import Path
 
 from pydantic import Field
 
-from rlcore.cli import fail
+from rlcore.cli import guarded
 from rlcore.environments.host import EnvironmentHost
-from rlcore.errors import PacelineError, UsageError
+from rlcore.errors import UsageError
 from rlcore.generator.base import Completion
 from rlcore.home import Home
 from rlcore.log import setup_logging
@@ -39,12 +39,7 @@ class RLEvalSettings(RLTrainSettings):
 
 def console() -> int:
     """The ``rl-eval`` script."""
-    try:
-        return main(sys.argv[1:])
-    except PacelineError as error:
-        return fail(str(error))
-    except KeyboardInterrupt:
-        return 130
+    return guarded(main, sys.argv[1:])
 
 
 def main(argv: list[str]) -> int:
