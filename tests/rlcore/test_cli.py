@@ -43,7 +43,8 @@ def paceline(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     [
         (
             ["surf"],
-            "unknown command 'surf'; there are: bench, config, learn, models, record, serve",
+            "unknown command 'surf'; there are: bench, config, learn, models, record, rl-eval, rl-train, "
+            "serve",
         ),
         (["serve", "--host", "0.0.0.0"], "listening on 0.0.0.0 needs --api-key"),
         (["serve", "--target", "./nowhere"], "there is no model folder ./nowhere"),
@@ -74,7 +75,8 @@ def test_help_and_version(folder: Path) -> None:
         assert summary in done.stdout
     assert paceline(folder, "--version").stdout.startswith("paceline ")
     for name in cli.SUMMARIES:
-        assert paceline(folder, name, "--help").stdout.startswith(f"usage: paceline {name}")
+        program = name if name.startswith("rl-") else f"paceline {name}"  # scripts of their own
+        assert paceline(folder, name, "--help").stdout.startswith(f"usage: {program}")
 
 
 def test_help_imports_no_command() -> None:
