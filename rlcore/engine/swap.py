@@ -34,7 +34,9 @@ class DraftSlot(WeightSlot):
         self._target = target
         path = Path(self._model_config.model) / WEIGHTS
         self._signature, tensors = _read_unchecked(path)
-        self._good = self.weights(tensors)
+        # vLLM makes a head that equals the target's the target's own: that is not the drafter's to load.
+        own = {name: tensor for name, tensor in tensors.items() if not self._is_shared(name)}
+        self._good = self.weights(own)
         self._refuse_shared_parameters()
 
     def swap(self, folder: Path, sha256: str, version: int) -> SwapReport:
@@ -52,12 +54,16 @@ class DraftSlot(WeightSlot):
     def check(self, path: Path, sha256: str) -> dict[str, torch.Tensor]:
         """The file's tensors, fit to be loaded; raises WeightError."""
         names, tensors = read_checked(path, sha256)
-        shared = tuple(f"{name.removeprefix('model.')}." for name, _, _ in self._shared_modules())
         for name in names:
-            if name.removeprefix("model.").startswith(shared):
+            if self._is_shared(name):
                 raise WeightError("aliased", f"{name} would overwrite the target's own weights")
         check_signature(names, self._signature)
         return tensors
+
+    def _is_shared(self, name: str) -> bool:
+        """Whether a tensor of the drafter's file belongs to a module of the target."""
+        shared = tuple(f"{path.removeprefix('model.')}." for path, _, _ in self._shared_modules())
+        return name.removeprefix("model.").startswith(shared)
 
     def _shared_modules(self) -> list[tuple[str, nn.Module, str]]:
         """(path, parent, attribute) of each drafter module that is also one of the target's."""

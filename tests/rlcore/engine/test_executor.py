@@ -25,25 +25,23 @@ def test_several_workers_or_threads_bound_by_hand_are_left_to_vllm(monkeypatch):
 
 
 def test_threads_are_no_more_than_the_cores_this_process_may_use(monkeypatch):
-    executor.prepare(spared=0)
-    assert 1 <= int(os.environ["OMP_NUM_THREADS"]) <= len(os.sched_getaffinity(0))
+    cores = executor.prepare()
+    assert os.environ["OMP_NUM_THREADS"] == str(cores)
+    assert 1 <= cores <= len(os.sched_getaffinity(0))
     assert os.environ[executor.BOUND_ELSEWHERE] == "nobind"
 
 
-def test_what_the_user_set_stays(monkeypatch):
+def test_what_the_user_set_stays_and_is_not_ours_to_change(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    executor.prepare(spared=1)
+    assert executor.prepare() == 0
     assert os.environ["OMP_NUM_THREADS"] == "7"
 
 
-@pytest.mark.parametrize(
-    ("cores", "spared", "threads"), [(1, 0, 1), (1, 1, 1), (2, 1, 1), (8, 1, 7)]
-)
-def test_a_core_is_left_to_the_learner_where_there_are_several(monkeypatch, cores, spared, threads):
-    monkeypatch.setattr(executor.psutil, "cpu_count", lambda logical: None)
-    monkeypatch.setattr(executor.os, "sched_getaffinity", lambda pid: set(range(cores)))
-    executor.prepare(spared)
-    assert os.environ["OMP_NUM_THREADS"] == str(threads)
+@pytest.mark.parametrize(("physical", "usable", "cores"), [(None, 1, 1), (None, 8, 8), (4, 8, 4)])
+def test_threads_are_as_many_as_cores_that_can_be_used(monkeypatch, physical, usable, cores):
+    monkeypatch.setattr(executor.psutil, "cpu_count", lambda logical: physical)
+    monkeypatch.setattr(executor.os, "sched_getaffinity", lambda pid: set(range(usable)))
+    assert executor.prepare() == cores
 
 
 def test_vllm_takes_the_executor_for_what_it_is():
