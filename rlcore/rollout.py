@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -53,6 +54,11 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def newest_version(self) -> int:
         return max(self.policy_versions, default=NOT_SAMPLED)
+
+
+def equal_rewards(group: Sequence[Rollout]) -> bool:
+    """Whether nothing can be learned from comparing these rollouts."""
+    return len({rollout.reward for rollout in group}) == 1
 
 
 def check_rollout(rollout: Rollout) -> Rollout:

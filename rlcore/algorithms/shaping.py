@@ -1,11 +1,10 @@
-"""What DAPO (Yu et al. 2025) does to rewards and batches before advantages are computed."""
+"""What DAPO (Yu et al. 2025) does to rewards before advantages are computed."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from rlcore.algorithms.advantages import check_rewards
-from rlcore.algorithms.segments import BatchError, segment_constant
+from rlcore.algorithms.segments import BatchError
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int) -> Tensor:
@@ -20,12 +19,3 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int) -> Tensor:
             f"{max_tokens} that a rollout may sample"
         )
     return ((max_tokens - buffer - lengths).float() / buffer).clamp(-1.0, 0.0)
-
-
-def mixed_groups(rewards: Tensor, group: Tensor) -> Tensor:
-    """Dynamic sampling: True for the rollouts whose group has more than one reward, bool [n].
-
-    The others have no advantage and only fill the batch. Pass rewards before any shaping by length:
-    it would make groups differ that all succeed or all fail. Raises RewardError as advantages do.
-    """
-    return ~segment_constant(check_rewards(rewards, group), group)

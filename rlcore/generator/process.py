@@ -45,10 +45,6 @@ class ChildServer:
     def alive(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process is not None and self.alive else None
-
     async def start(self) -> None:
         """Until it serves; raises GeneratorError and leaves nothing running."""
         self.port = _free_port()

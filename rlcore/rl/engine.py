@@ -60,7 +60,6 @@ class Engine:
         self._bringing_back = asyncio.Lock()
         self._lost: GeneratorError | None = None
         """Why it could not be brought back: whoever asks is told."""
-        self._requests = 0
         self.restarts = 0
         self.longest = 0
         """Tokens of the longest sequence, once it has started."""
@@ -83,10 +82,6 @@ class Engine:
     def generator(self) -> ServerGenerator:
         assert self._generator is not None, "start comes first"
         return self._generator
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._server is None else self._server.pid
 
     async def complete(
         self,

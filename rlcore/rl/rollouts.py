@@ -29,7 +29,7 @@ from rlcore.log import get_logger
 from rlcore.records import Sampling
 from rlcore.rl.episode import Limits, PromptTooLong, play
 from rlcore.rl.tally import Tally
-from rlcore.rollout import Rollout
+from rlcore.rollout import Rollout, equal_rewards
 
 log = get_logger("rl")
 
@@ -199,8 +199,7 @@ class RolloutFloor:
         books.order.finished(turn.position)
         versions = [rollout.oldest_version for rollout in group if rollout.sampled]
         books.admission.finished(name, versions or [books.admission.published_version])
-        equal = len({r.reward for r in group}) == 1
-        if equal and self._recipe.dynamic_sampling:
+        if self._recipe.dynamic_sampling and equal_rewards(group):
             for rollout in group:
                 books.ledger.settled(rollout.rollout_id, {Fate.ZERO_ADVANTAGE: rollout.sampled})
             books.admission.dropped(name)

@@ -31,7 +31,7 @@ from rlcore.rl.settings import RLTrainSettings
 from rlcore.rl.sinks import Sinks
 from rlcore.rl.steering import Steering
 from rlcore.rl.tally import Tally
-from rlcore.rollout import Rollout
+from rlcore.rollout import Rollout, equal_rewards
 from rlcore.weights import PolicyStore
 
 log = get_logger("rl")
@@ -207,6 +207,7 @@ class Run:
                 "running_groups": len(admission.running),
                 "waiting_groups": len(admission.waiting),
                 "needed": self._settings.groups_per_update,
+                "waits_for_groups": admission.blocking(),
             }
             log.warning("no rollout ended for a while", seconds=round(waited), **state)
             if waited > STALL_DEADLINE:
@@ -239,8 +240,7 @@ class Run:
         books.admission.trained(groups if report.trained else ())
         for name, group in groups.items():
             books.order.trained(int(name))
-            equal = len({rollout.reward for rollout in group}) == 1
-            learned = report.trained and not equal
+            learned = report.trained and not equal_rewards(group)
             for rollout in group:
                 fate = Fate.TRAINED if learned else Fate.ZERO_ADVANTAGE
                 books.ledger.settled(rollout.rollout_id, {fate: rollout.sampled})

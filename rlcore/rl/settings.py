@@ -36,20 +36,10 @@ class SamplingOptions(BaseModel, extra="forbid"):
     adapt_temperature: bool = Field(
         False, description="Move the temperature with entropy and the share of equal groups"
     )
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus; the trainer only knows 1")
     max_prompt_tokens: int = Field(512, ge=1, description="A longer prompt fails the task")
     max_tokens: int = Field(
         256, ge=1, description="Tokens that the policy may sample in an episode"
     )
-
-    @field_validator("top_p")
-    @classmethod
-    def _whole_distribution(cls, top_p: float) -> float:
-        if top_p != 1.0:
-            raise ValueError(
-                "the trainer computes log-probabilities over the whole vocabulary; leave it at 1"
-            )
-        return top_p
 
     @model_validator(mode="after")
     def _adaptable(self) -> SamplingOptions:

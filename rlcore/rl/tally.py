@@ -7,7 +7,7 @@ import statistics
 from collections import Counter
 from dataclasses import dataclass, field
 
-from rlcore.rollout import Rollout
+from rlcore.rollout import Rollout, equal_rewards
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Tally:
         self.groups += 1
         rewards = [r.reward for r in group]
         right = sum(r.correct for r in group)
-        if len(set(rewards)) == 1:
+        if equal_rewards(group):
             self.equal += 1
             self.all_right += right == len(group)
             self.all_wrong += right == 0

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlcore.records import RecordError, Sampling
-from rlcore.rollout import NOT_SAMPLED, Rollout, check_rollout
+from rlcore.rollout import NOT_SAMPLED, Rollout, check_rollout, equal_rewards
 
 
 @st.composite
@@ -93,3 +93,9 @@ def test_a_log_probability_that_is_none_is_refused(rollout, value, data):
 @given(rollouts())
 def test_a_reward_that_is_not_finite_is_refused(reward, rollout):
     refused(rollout, reward=reward)
+
+
+@given(rollouts(), st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=8))
+def test_a_group_is_equal_exactly_when_no_reward_differs_from_another(rollout, rewards):
+    group = [msgspec.structs.replace(rollout, reward=reward) for reward in rewards]
+    assert equal_rewards(group) == all(reward == rewards[0] for reward in rewards)

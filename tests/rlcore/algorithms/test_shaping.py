@@ -1,9 +1,8 @@
 import pytest
 import torch
 
-from rlcore.algorithms.advantages import RewardError
 from rlcore.algorithms.segments import BatchError
-from rlcore.algorithms.shaping import mixed_groups, overlong_penalty
+from rlcore.algorithms.shaping import overlong_penalty
 
 
 def test_the_penalty_grows_over_the_buffer():
@@ -16,14 +15,3 @@ def test_the_penalty_grows_over_the_buffer():
 def test_a_buffer_that_does_not_fit_is_refused(buffer):
     with pytest.raises(BatchError, match=f"overlong buffer is {buffer} tokens"):
         overlong_penalty(torch.tensor([1]), max_tokens=100, buffer=buffer)
-
-
-def test_groups_of_one_reward_are_told_from_mixed_ones():
-    rewards = torch.tensor([1.0, 0.1, 0.0, 0.1, 0.1, 3.0])
-    group = torch.tensor([2, 5, 2, 5, 5, 9])
-    assert mixed_groups(rewards, group).tolist() == [True, False, True, False, False, False]
-
-
-def test_rewards_that_are_not_finite_are_refused():
-    with pytest.raises(RewardError):
-        mixed_groups(torch.tensor([float("nan"), 1.0]), torch.tensor([0, 0]))
