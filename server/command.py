@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 from rlcore.engine.options import EngineOptions
 from rlcore.errors import PacelineError
+from rlcore.first_draft import first_draft
 from rlcore.home import Home
+from rlcore.live_drafts import DraftError, expected_rates
 from rlcore.log import get_logger, setup_logging
 from rlcore.parent import end_with_parent
 from rlcore.settings import ServeSettings, load
 from rlcore.target import local_model, model_identity
 from rlcore.transport import EndpointError, learner_endpoints
-from rlcore.weights import WeightStore
-from server.drafts import DraftError, Drafts, expected_rates
+from server.drafts import Drafts
 from server.policy import Policy
 
 log = get_logger("server")
@@ -106,25 +105,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _drafts(settings: ServeSettings, home: Home, target: Path, target_id: str) -> Drafts:
     """The drafts of this target; the first version is made or imported if need be."""
-    store = WeightStore(home.drafts / f"{target_id}-{settings.draft_method}")
-    command = [
-        sys.executable, "-P", "-m", "learner.first_draft",
-        "--target", str(target),
-        "--target-id", target_id,
-        "--method", settings.draft_method,
-        "--draft", settings.draft,
-        "--draft-vocab", str(settings.draft_vocab),
-        "--store", str(store.root),
-        "--home", str(home.root),
-    ]  # fmt: skip
-    # Another process, because the server imports nothing of the learner.
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=None, text=True, check=False)
-    if done.returncode != 0:
-        raise StartError(
-            done.stdout.strip().splitlines()[-1]
-            if done.stdout.strip()
-            else f"the first draft could not be made (exit code {done.returncode})"
-        )
+    store = first_draft(settings, home, target, target_id)
     try:
         drafts = Drafts.load(store, target_id, settings.draft_method)
     except DraftError as error:

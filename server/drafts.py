@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from rlcore.live_drafts import LIVE_FILE, DraftError, LiveDraft, expected_rates, read_live
 from rlcore.log import get_logger
 from rlcore.records import DraftManifest
 from rlcore.weights import WEIGHTS, WeightError, WeightStore, check_signature, signature
@@ -25,18 +26,11 @@ log = get_logger("server")
 SWAP_DEADLINE = 60.0
 """Seconds the engine is given to answer; it answers between two steps."""
 
-MOST_DRAFTS = 16
-"""The most tokens a step can draft; of an untrained drafter nothing is expected at any position."""
-
 KEPT_VERSIONS = 16
 """Versions kept on disk beside the live and the previous one."""
 
 Swap = Callable[[str, str, int, list[float]], Awaitable[dict[str, Any]]]
 """(folder, sha256, version, expected rates) -> the engine's SwapReport as plain values."""
-
-
-class DraftError(ValueError):
-    """A version that cannot be made live; the live one is untouched."""
 
 
 @dataclass
@@ -45,13 +39,6 @@ class SwapStatistics:
     failed: dict[str, int] = field(default_factory=dict)
     seconds_sum: float = 0.0
     last_seconds: float | None = None
-
-
-class LiveDraft(msgspec.Struct, forbid_unknown_fields=True):
-    """What ``live.json`` holds."""
-
-    live: int
-    previous: int | None = None
 
 
 class Drafts:
@@ -175,25 +162,7 @@ class Drafts:
                 self.store.remove(version)
 
 
-def expected_rates(manifest: DraftManifest) -> list[float]:
-    """Conditional acceptance by position to begin with; empty where nothing is known."""
-    if manifest.origin == "untrained":
-        return [0.0] * MOST_DRAFTS
-    return [min(1.0, max(0.0, rate)) for rate in manifest.heldout_rates]
-
-
-def read_live(root: Path) -> LiveDraft | None:
-    try:
-        return msgspec.json.decode((root / "live.json").read_bytes(), type=LiveDraft)
-    except FileNotFoundError:
-        return None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DraftError(
-            f"{root / 'live.json'} is damaged ({error}); delete it to start anew"
-        ) from None
-
-
 def write_live(root: Path, state: LiveDraft) -> None:
     partial = root / f".live.json.{os.getpid()}"
     partial.write_bytes(msgspec.json.encode(state))
-    partial.rename(root / "live.json")
+    partial.rename(root / LIVE_FILE)

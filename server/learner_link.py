@@ -14,6 +14,7 @@ import torch
 import zmq
 import zmq.asyncio
 
+from rlcore.live_drafts import DraftError
 from rlcore.log import get_logger
 from rlcore.records import (
     Announce,
@@ -34,7 +35,7 @@ from rlcore.records import (
 from rlcore.target import TargetError, shared_with_drafters
 from rlcore.transport import MAX_WEIGHT_FRAME_BYTES, open_socket
 from rlcore.weights import WeightError
-from server.drafts import DraftError, Drafts
+from server.drafts import Drafts
 from server.policy import Policy
 
 log = get_logger("server")

@@ -11,8 +11,8 @@ from fastapi import APIRouter, HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
+from rlcore.live_drafts import DraftError
 from rlcore.weights import WeightError
-from server.drafts import DraftError
 from server.policy import EngineGone, PolicyError
 from server.status import ServerState, acceptance_view, status
 
