@@ -170,6 +170,11 @@ class PacelineWorker(BaseWorker):
         """Compute nothing any more."""
         self._policy.broken = reason
 
+    def paceline_acceptance(self) -> list[dict[str, Any]]:
+        """Acceptance by draft version since the start, as plain values; empty on other ranks."""
+        counts = self._capture.acceptance.values() if self._courier else ()
+        return [msgspec.to_builtins(count) for count in counts]
+
     def paceline_request_acceptance(self, request_ids: list[str]) -> list[dict[str, Any]]:
         """Acceptance by draft version of these requests, as plain values."""
         return [
