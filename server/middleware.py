@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import json
 import re
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from server.policy import Policy
 VERSION_HEADER = b"x-paceline-draft-version"
 POLICY_HEADER = b"x-paceline-policy-version"
 USAGE_HEADER = b"x-paceline-usage"
+STEPS_HEADER = b"x-paceline-steps"
 POLICIES_HEADER = b"x-paceline-policy-versions"
 LEARN_HEADER = b"x-paceline-learn"
 TENANT_HEADER = b"x-paceline-tenant"
@@ -72,7 +74,8 @@ class DraftAccount:
     The headers carry the versions at admission. With ``x-paceline-usage: true`` the final usage also
     lists every version that drafted for the request, with its acceptance counts; with
     ``x-paceline-policy-versions: true`` it lists, for each choice, from which output token on each
-    version of the target sampled. With
+    version of the target sampled. ``x-paceline-steps: true`` has every chunk of a stream with one choice
+    and ``return_token_ids`` say how many of its tokens each step emitted, and implies the usage. With
     ``x-paceline-learn: false`` nothing of the request is learned from; ``x-paceline-tenant`` names
     the tenant it belongs to (set by the gateway in front: nothing here proves it).
     """
@@ -100,7 +103,9 @@ class DraftAccount:
             (VERSION_HEADER, str(self._drafts.live).encode()),
             (POLICY_HEADER, str(self._policy.live).encode()),
         ]
-        usage = headers.get(USAGE_HEADER, b"").lower() in TRUE
+        if headers.get(STEPS_HEADER, b"").lower() in TRUE:
+            ticket.steps = deque()
+        usage = ticket.steps is not None or headers.get(USAGE_HEADER, b"").lower() in TRUE
         policies = headers.get(POLICIES_HEADER, b"").lower() in TRUE
         account = None
         if usage or policies:
@@ -131,7 +136,8 @@ def _bad_request(message: str) -> JSONResponse:
 
 
 class _UsageWriter:
-    """Adds ``usage.paceline`` to a JSON body, or to the usage event of an event stream."""
+    """Adds ``usage.paceline`` to a JSON body, or to the usage event of an event stream; to the other
+    events, their steps if the ticket has them."""
 
     def __init__(
         self, send: Send, ticket: Ticket, acceptance_of: AcceptanceOf | None, policies: bool
@@ -170,9 +176,27 @@ class _UsageWriter:
     async def _event(self, event: bytes) -> bytes:
         """A stream's running usage stays as it is; the last one, without choices, gets the account."""
         head, data, content = event.partition(b"data: {")
-        if not data or b'"usage"' not in content or (head and not head.endswith(b"\n")):
+        if not data or (head and not head.endswith(b"\n")):
+            return event
+        if self._ticket.steps is not None and b'"token_ids"' in content:
+            return head + b"data: " + self._with_steps(b"{" + content)
+        if b'"usage"' not in content:
             return event
         return head + b"data: " + await self._with_usage(b"{" + content, running=True)
+
+    def _with_steps(self, content: bytes) -> bytes:
+        try:
+            value = json.loads(content)
+        except (ValueError, RecursionError):
+            return content
+        choices = value.get("choices")
+        if not isinstance(choices, list) or len(choices) != 1 or len(self._ticket.engine_ids) != 1:
+            return content
+        token_ids = choices[0].get("token_ids") if isinstance(choices[0], dict) else None
+        if not isinstance(token_ids, list):
+            return content
+        value["paceline"] = {"steps": self._ticket.take_steps(len(token_ids))}
+        return _compact(value)
 
     async def _send_json(self, content: bytes) -> None:
         assert self._start is not None
@@ -198,4 +222,8 @@ class _UsageWriter:
         if self._policies:
             account["policy_versions"] = self._ticket.policy_versions
         holder["usage"]["paceline"] = account
-        return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+        return _compact(value)
+
+
+def _compact(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()

@@ -5,17 +5,20 @@ starts, so the processor is exchanged for ours just before. ``OutputProcessor.ad
 ``_finish_request`` and ``abort_requests`` see each engine-side request id exactly once (children of
 ``n > 1`` included), whatever ends it: a stop string, a length, an abort. ``EngineCore`` puts its weight
 version on every step's output; ``RequestState.weight_version_starts`` says from which output token on
-each one sampled.
+each one sampled. An ``EngineCoreOutput`` is what one step emitted for one request; what a stream's chunk
+carries may be several of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
@@ -27,6 +30,8 @@ class Ticket:
     tenant: str = "default"
     learn: bool = True
     engine_ids: list[str] = field(default_factory=list)
+    steps: deque[int] | None = None
+    """How many tokens each step emitted, if that is asked for: accepted drafts, then one of the target's."""
     _policies: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)
 
     def note_policies(self, state: RequestState) -> None:
@@ -41,6 +46,14 @@ class Ticket:
             for version, start in state.weight_version_starts
             if start < emitted
         ]
+
+    def take_steps(self, tokens: int) -> list[int]:
+        """The steps that emitted the next so many tokens; a stop string cuts the last one."""
+        taken = []
+        while self.steps and tokens > 0:
+            taken.append(min(tokens, self.steps.popleft()))
+            tokens -= taken[-1]
+        return taken
 
     @property
     def policy_versions(self) -> list[list[tuple[int, int]]]:
@@ -74,6 +87,15 @@ class RequestLedger(OutputProcessor):
         ticket = current_ticket.get() or Ticket()
         ticket.engine_ids.append(request.request_id)
         self._tickets[request.request_id] = ticket
+
+    def process_outputs(
+        self, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any
+    ) -> Any:
+        for output in engine_core_outputs:
+            ticket = self._tickets.get(output.request_id)
+            if ticket is not None and ticket.steps is not None and output.new_token_ids:
+                ticket.steps.append(len(output.new_token_ids))
+        return super().process_outputs(engine_core_outputs, *args, **kwargs)
 
     def _finish_request(self, req_state: RequestState) -> None:
         super()._finish_request(req_state)
