@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -111,6 +112,9 @@ class VerifyTrace(msgspec.Struct, tag="trace", tag_field="kind"):
     grammar: bool
     steps: list[VerifyStep]
     tensors: list[TensorSpec]
+    adapter: Id = ""
+    """LoRA adapter that the request named; empty for the target itself, and in traces from before there
+    were adapters."""
     schema: int = SCHEMA_VERSION
 
     def emitted_ids(self) -> list[int]:
@@ -198,6 +202,17 @@ class AcceptanceCount(msgspec.Struct):
         for i in range(accepted):
             self.accepted[i] += 1
 
+    def plus(self, other: AcceptanceCount) -> AcceptanceCount:
+        """Both counts of one version together."""
+        return AcceptanceCount(
+            self.version,
+            self.steps + other.steps,
+            self.plain_steps + other.plain_steps,
+            self.emitted + other.emitted,
+            _sums(self.drafted, other.drafted),
+            _sums(self.accepted, other.accepted),
+        )
+
     @property
     def length(self) -> float | None:
         """Acceptance length: tokens per step in which something was drafted, bonus included."""
@@ -210,6 +225,21 @@ class AcceptanceCount(msgspec.Struct):
         return [a / r if r else 0.0 for a, r in zip(self.accepted, reached, strict=False)]
 
 
+class AdapterAcceptance(msgspec.Struct):
+    """What was accepted of the drafts for one LoRA adapter."""
+
+    adapter: Id
+    total: AcceptanceCount
+    """Of all draft versions; its version is -1."""
+    versions: list[AcceptanceCount] = []
+    """Of the last few, oldest first."""
+
+
+def _sums(first: list[int], second: list[int]) -> list[int]:
+    """Element by element; the shorter one is filled up with zeros."""
+    return [a + b for a, b in zip_longest(first, second, fillvalue=0)]
+
+
 # --- engine <-> server -------------------------------------------------------------------------
 
 
@@ -219,6 +249,37 @@ class CaptureCounts(msgspec.Struct):
     captured: int = 0
     sent: int = 0
     dropped: dict[str, int] = {}
+
+    def plus(self, other: CaptureCounts) -> CaptureCounts:
+        """Both together."""
+        reasons = self.dropped.keys() | other.dropped.keys()
+        return CaptureCounts(
+            self.captured + other.captured,
+            self.sent + other.sent,
+            {r: self.dropped.get(r, 0) + other.dropped.get(r, 0) for r in sorted(reasons)},
+        )
+
+
+OTHER_SHARES = "(other)"
+"""The name of all that are not counted each by itself; no tenant can have it."""
+
+MAX_SHARES = 256
+"""Names in a report; the engine names fewer."""
+
+
+class ShareCount(msgspec.Struct):
+    """What one tenant, or one adapter, has had so far."""
+
+    name: Id
+    steps: Count = 0
+    """Steps of its ended requests in which drafts were verified."""
+    emitted: Count = 0
+    """Tokens that those steps emitted."""
+    traces: Count = 0
+    """Spans sent to the learner."""
+
+
+ShareCounts = Annotated[list[ShareCount], Meta(max_length=MAX_SHARES)]
 
 
 class EngineReport(msgspec.Struct, tag="engine_report", tag_field="kind"):
@@ -233,6 +294,34 @@ class EngineReport(msgspec.Struct, tag="engine_report", tag_field="kind"):
     """The model computes with at present; 0 where the engine does not set them."""
     running: Count = 0
     """Requests in the engine that have begun and not ended."""
+    adapters: list[AdapterAcceptance] = []
+    """Named LoRA adapters only; ``acceptance`` counts their requests too."""
+    tenants: ShareCounts = []
+    schema: int = SCHEMA_VERSION
+
+
+Seconds = Annotated[float, Meta(ge=0)]
+
+
+class SpeculationReport(msgspec.Struct, tag="speculation_report", tag_field="kind"):
+    """The scheduler's figures, pushed once a second; totals since its start (``rlcore.speculation.gain``)."""
+
+    scheduler: Id
+    drafts_now: Count
+    """Asked for in the newest step that decoded."""
+    decode_steps: Count
+    drafts: Count
+    """Summed over the decode steps."""
+    tokens: Count
+    """Emitted by the decode steps."""
+    seconds: Seconds
+    """Measured, of the steps that can be compared."""
+    plain_seconds: Seconds
+    """Estimated for the same work without speculation."""
+    unknown_seconds: Seconds
+    """Measured, of the steps that cannot be compared."""
+    running: Count = 0
+    waiting: Count = 0
     schema: int = SCHEMA_VERSION
 
 
@@ -376,7 +465,7 @@ class Verdict(msgspec.Struct, tag="verdict", tag_field="kind"):
     schema: int = SCHEMA_VERSION
 
 
-EngineMessage = EngineReport | RequestEnd | CoresSpared
+EngineMessage = EngineReport | SpeculationReport | RequestEnd | CoresSpared
 LearnerMessage = (
     Hello | LearnerReport | Announce | Retreat | FetchDraft | DraftFiles | Verdict
     | FetchTarget | TargetTensors

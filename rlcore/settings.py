@@ -92,6 +92,8 @@ class CommonSettings(BaseSettings):
     log_level: LogLevel = Field("INFO", description="Least severe level that is logged")
     own_file: ClassVar[bool] = False
     """Whether its file is read by no other command, so that it holds no keys of theirs."""
+    file_of: ClassVar[type[CommonSettings] | None] = None
+    """The command that a file of its own is written for: what only that one uses is passed over."""
     _config_file: Path | None = PrivateAttr(None)
 
     @property
@@ -150,6 +152,9 @@ class ServeSettings(CommonSettings):
     )
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on")
     api_key: SecretStr | None = Field(None, description="Key that every route asks for")
+    drain_s: float = Field(
+        30.0, ge=0, description="Seconds that running requests are given to end at a shutdown"
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="Type the model is served in"
     )
@@ -157,6 +162,12 @@ class ServeSettings(CommonSettings):
     kv_cache_gib: float | None = Field(None, gt=0, description="KV cache on a CPU, GiB; default 2")
     enforce_eager: bool = Field(
         True, description="No compilation on a CPU (compiled mode gives wrong answers in vLLM 0.32)"
+    )
+    policy_lora_rank: int = Field(
+        0,
+        ge=0,
+        description="Take LoRA adapters up to this rank, and not whole checkpoints, as new versions of the "
+        "target (rl-train with [lora])",
     )
     learner: str = Field(
         "local", description="'local' starts one, 'off' none, or the address of a running one"
@@ -295,7 +306,8 @@ class _FileSource(TomlConfigSettingsSource):
     def __call__(self) -> dict[str, Any]:
         values = super().__call__()
         if issubclass(self.settings_cls, CommonSettings) and self.settings_cls.own_file:
-            return values
+            written_for = self.settings_cls.file_of
+            return values if written_for is None else _of(self.settings_cls, values, written_for)
         if issubclass(self.settings_cls, LearningOptions):
             values = {**values.get("learning", {}), **values}
         own = self.settings_cls.model_fields
@@ -304,6 +316,23 @@ class _FileSource(TomlConfigSettingsSource):
         if self.settings_cls is ServeSettings:
             others -= set(LearningOptions.model_fields)  # they belong into [learning]: say so
         return {key: value for key, value in values.items() if key not in others}
+
+
+def _of(used: type[BaseModel], values: dict[str, Any], known: type[BaseModel]) -> dict[str, Any]:
+    """``values`` without the keys, in sections too, that ``known`` has and ``used`` has not."""
+    kept = {}
+    for key, value in values.items():
+        if key not in used.model_fields:
+            if key not in known.model_fields:
+                kept[key] = value  # nobody knows it: to be refused
+            continue
+        own = used.model_fields[key].annotation
+        if isinstance(value, dict) and isinstance(own, type) and issubclass(own, BaseModel):
+            other = known.model_fields[key].annotation
+            assert isinstance(other, type) and issubclass(other, BaseModel)
+            value = _of(own, value, other)
+        kept[key] = value
+    return kept
 
 
 _BEFORE = "give it before the --"

@@ -1,7 +1,9 @@
 """Builds the HTTP app, vLLM's routes and ours, and serves it until told to stop.
 
 The only module outside rlcore.engine that imports vLLM. Read against vLLM 0.32.0:
-``entrypoints.launchers``: ``build_app``, ``init_app_state``, ``serve_http``, ``setup_server``.
+``entrypoints.launchers``: ``build_app``, ``init_app_state``, and ``serve_http``, in place of which
+``server.listener``, ``server.keeper`` and ``server.shutdown`` stand: vLLM's ends the process when its engine
+dies, and stops the engine at once on a signal unless told a timeout.
 """
 
 from __future__ import annotations
@@ -11,40 +13,42 @@ import contextlib
 import socket
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 from prometheus_client import REGISTRY
+from vllm import envs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.launcher import serve_http
+from vllm.entrypoints.launchers.utils.ssl import SSLCertRefresher
+from vllm.tasks import SupportedTask
 
 from rlcore.engine.frontend import PacelineLLM, Ticket
-from rlcore.engine.launch import start_engine
+from rlcore.engine.launch import renewed, start_engine
 from rlcore.engine.policy_swap import swap_policy
-from rlcore.errors import PacelineError
+from rlcore.live_drafts import expected_rates
 from rlcore.log import get_logger
 from rlcore.records import RequestEnd
 from rlcore.settings import ServeSettings
 from server.cores import share_cores
 from server.drafts import Drafts
 from server.engine_link import EngineLink
+from server.front import READY, Front
+from server.keeper import EngineKeeper, kill_engine_processes
 from server.learner_link import LearnerLink
 from server.learner_process import LearnerProcess
+from server.listener import Listener, listening, make_listener
 from server.metrics import PacelineCollector
 from server.middleware import DraftAccount, KeyGuard
-from server.policy import Policy
+from server.policy import TARGET_VERSION, Policy
 from server.routes import router
+from server.shutdown import Stop
 from server.status import ServerState
 
 log = get_logger("server")
-
-
-class ServeError(PacelineError):
-    """The engine did not start, or ended by itself."""
 
 
 WORKER_DEADLINE = 60.0
@@ -63,7 +67,8 @@ async def serve(
     learner: LearnerProcess | None,
     policy: Policy,
 ) -> None:
-    """Bring everything up, serve, and take it down again in the opposite order."""
+    """Listen, bring everything up, serve until told to stop, and take it down in the opposite order."""
+    front, stop = Front(), Stop()
     engine_link = EngineLink(link_endpoint)
     background = [engine_link.run()]
     learner_link = None
@@ -83,47 +88,164 @@ async def serve(
         speculative_tokens=settings.speculative_tokens,
         guarded=settings.api_key is not None,
         started=time.time(),
+        ready=lambda: front.ready,
+        engine_restarts=lambda: keeper.restarts,
     )
     engine_link.on_report.append(state.look_for_collapse)
-    async with _running(background):
-        try:
-            llm = await asyncio.to_thread(start_engine, args)
-        except Exception as error:
-            reason = " ".join(str(error).split())
-            raise ServeError(
-                f"the engine did not start: {reason} (its own words are above)"
-            ) from None
-        try:
-            connect(llm, drafts, policy, engine_link)
-            await llm.update_weight_version(str(policy.live))
-            await engine_link.wait_for_worker(WORKER_DEADLINE)
-            app = await build(settings, args, llm, state)
-            REGISTRY.register(PacelineCollector(state))
-            log.info("ready", url=f"http://{settings.host}:{settings.port}/v1", draft=drafts.live)
-            finished = await serve_http(
-                app,
-                sock,
-                host=settings.host,
-                port=settings.port,
-                log_level="warning",
-                access_log=False,
-                timeout_keep_alive=5,
-                enable_ssl_refresh=args.enable_ssl_refresh,
-                ssl_keyfile=args.ssl_keyfile,
-                ssl_certfile=args.ssl_certfile,
-                ssl_ca_certs=args.ssl_ca_certs,
-                ssl_cert_reqs=args.ssl_cert_reqs,
-                h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
-                h11_max_header_count=args.h11_max_header_count,
+    inner = Inner(settings, args, state, front)
+
+    def arguments() -> Namespace:
+        drafts.fall_back()
+        rates = expected_rates(drafts.manifest())
+        return renewed(args, draft_folder(drafts), drafts.live, rates)
+
+    async def install(llm: PacelineLLM) -> None:
+        await llm.update_weight_version(str(TARGET_VERSION))
+        await policy.restore(swapper(llm))
+        await engine_link.wait_for_worker(WORKER_DEADLINE)
+        connect(llm, drafts, policy, engine_link)
+        await inner.install(llm)
+
+    def remove() -> None:
+        drafts.disconnect()
+        policy.disconnect()
+        engine_link.forget_workers()
+
+    keeper = EngineKeeper(front, arguments, start_engine, install, remove)
+    listener = make_listener(front, args)
+    scheme = "https" if args.ssl_certfile else "http"
+    log.info("listening", url=f"{scheme}://{settings.host}:{settings.port}/v1", ready=READY)
+    REGISTRY.register(PacelineCollector(state))
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(stop.on_signals())
+        stack.callback(engine_link.close)
+        if learner_link is not None:
+            stack.callback(learner_link.close)
+        await stack.enter_async_context(_running(background))
+        await stack.enter_async_context(inner)
+        stack.push_async_callback(keeper.stop)
+        await stack.enter_async_context(listening(listener, sock))
+        if args.enable_ssl_refresh and listener.config.ssl is not None:
+            refresher = SSLCertRefresher(
+                listener.config.ssl, args.ssl_keyfile, args.ssl_certfile, args.ssl_ca_certs
             )
-            await finished
-            if llm.errored:
-                raise ServeError("the engine died; its own words are above")
+            stack.callback(refresher.stop)
+        stack.enter_context(_hurrying(stop, listener, learner))
+        serving = asyncio.ensure_future(keeper.run())
+        try:
+            await asyncio.wait(
+                {serving, asyncio.ensure_future(stop.asked.wait())},
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if serving.done():
+                front.change("failed")
+                serving.result()
+            await drain(front, keeper, stop, settings.drain_s)
         finally:
-            llm.shutdown()
-            if learner_link is not None:
-                learner_link.close()
-            engine_link.close()
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+    log.info("ended")
+
+
+async def drain(front: Front, keeper: EngineKeeper, stop: Stop, seconds: float) -> None:
+    """Take no new requests, and let the running ones end, for so long; then end them."""
+    front.change("draining")
+    log.info("draining", requests=front.running, seconds=seconds)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while front.running and not stop.hurried.is_set():
+                await asyncio.sleep(DRAIN_LOOK)
+    if front.running:
+        log.warning("requests are ended unfinished", requests=front.running)
+        if keeper.llm is not None:
+            keeper.llm.end_requests("The server is shutting down; send the request anew.")
+            await asyncio.sleep(DRAIN_LOOK)  # they answer for themselves, streams with an event
+    front.end_requests()
+
+
+DRAIN_LOOK = 0.1
+"""Seconds between two looks at what still runs."""
+
+
+@contextlib.contextmanager
+def _hurrying(stop: Stop, listener: Listener, learner: LearnerProcess | None) -> Iterator[None]:
+    """Inside, a second signal kills what is waited for."""
+
+    async def hurry() -> None:
+        await stop.hurried.wait()
+        listener.force_exit = True
+        kill_engine_processes()
+        if learner is not None:
+            learner.kill()
+
+    task = asyncio.ensure_future(hurry())
+    try:
+        yield
+    finally:
+        del task  # it waits on, for what is still to be taken down
+
+
+class Inner:
+    """The app behind the front: made for the first engine, and given each further one."""
+
+    def __init__(
+        self, settings: ServeSettings, args: Namespace, state: ServerState, front: Front
+    ) -> None:
+        self._settings = settings
+        self._args = args
+        self._state = state
+        self._front = front
+        self._app: FastAPI | None = None
+        self._llm: PacelineLLM
+        self._stack = contextlib.AsyncExitStack()
+
+    async def install(self, llm: PacelineLLM) -> None:
+        self._llm = llm
+        tasks = await llm.get_supported_tasks()
+        if self._app is None:
+            self._app = self._build(llm, tasks)
+            await init_app_state(llm, self._app.state, self._args, tasks)
+            # vLLM's lifespan would log the figures of the first engine for ever.
+            logs, self._app.state.log_stats = self._app.state.log_stats, False
+            await self._stack.enter_async_context(self._app.router.lifespan_context(self._app))
+            self._app.state.log_stats = logs
+            if logs:
+                await self._stack.enter_async_context(_running([self._log_stats()]))
+        else:
+            await init_app_state(llm, self._app.state, self._args, tasks)
+        self._front.inner = self._app
+
+    def _build(self, llm: PacelineLLM, tasks: tuple[SupportedTask, ...]) -> FastAPI:
+        """vLLM's app with our routes and our wrapping."""
+        app = build_app(self._args, tasks, llm.model_config)
+        app.state.paceline = self._state
+        app.state.server = None  # vLLM ends this one when its engine dies, unless told to keep it
+        app.include_router(router)
+
+        async def acceptance_of(engine_ids: list[str]) -> list[dict[str, Any]]:
+            answers = await self._llm.collective_rpc(
+                "paceline_request_acceptance", timeout=RPC_DEADLINE, args=(engine_ids,)
+            )
+            return list(answers[0])
+
+        # vLLM has built the middleware stack already, so ours goes around it.
+        stack = app.middleware_stack or app.build_middleware_stack()
+        stack = DraftAccount(stack, self._state.drafts, self._state.policy, acceptance_of)
+        if self._settings.api_key is not None:
+            stack = KeyGuard(stack, self._settings.api_key.get_secret_value())
+        app.middleware_stack = stack
+        return app
+
+    async def _log_stats(self) -> None:
+        while True:
+            await asyncio.sleep(envs.VLLM_LOG_STATS_INTERVAL)
+            await self._llm.do_log_stats()
+
+    async def __aenter__(self) -> Inner:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
 
 
 def connect(llm: PacelineLLM, drafts: Drafts, policy: Policy, link: EngineLink) -> None:
@@ -138,37 +260,18 @@ def connect(llm: PacelineLLM, drafts: Drafts, policy: Policy, link: EngineLink) 
     def on_end(request_id: str, output_tokens: int, ticket: Ticket) -> None:
         link.send_end(RequestEnd(request_id, output_tokens, ticket.tenant, ticket.learn))
 
+    llm.on_end = on_end
+    drafts.connect(swap)
+    policy.connect(swapper(llm))
+
+
+def swapper(llm: PacelineLLM) -> Callable[[str, str, int], Awaitable[dict[str, Any]]]:
+    """What makes a checkpoint the engine's policy."""
+
     async def swap_target(folder: str, sha256: str, version: int) -> dict[str, Any]:
         return msgspec.to_builtins(await swap_policy(llm, folder, sha256, version))
 
-    llm.on_end = on_end
-    drafts.connect(swap)
-    policy.connect(swap_target)
-
-
-async def build(
-    settings: ServeSettings, args: Namespace, llm: PacelineLLM, state: ServerState
-) -> FastAPI:
-    """vLLM's app with our routes and our wrapping."""
-    tasks = await llm.get_supported_tasks()
-    app = build_app(args, tasks, llm.model_config)
-    app.state.paceline = state
-    app.include_router(router)
-    await init_app_state(llm, app.state, args, tasks)
-
-    async def acceptance_of(engine_ids: list[str]) -> list[dict[str, Any]]:
-        answers = await llm.collective_rpc(
-            "paceline_request_acceptance", timeout=RPC_DEADLINE, args=(engine_ids,)
-        )
-        return list(answers[0])
-
-    # vLLM has built the middleware stack already, so ours goes around it.
-    stack = app.middleware_stack or app.build_middleware_stack()
-    stack = DraftAccount(stack, state.drafts, state.policy, acceptance_of)
-    if settings.api_key is not None:
-        stack = KeyGuard(stack, settings.api_key.get_secret_value())
-    app.middleware_stack = stack
-    return app
+    return swap_target
 
 
 @contextlib.asynccontextmanager

@@ -18,13 +18,9 @@ from rlcore.settings import ServeSettings, load
 from rlcore.target import local_model, model_identity
 from rlcore.transport import EndpointError, learner_endpoints
 from server.drafts import Drafts
-from server.policy import Policy
+from server.policy import TARGET_VERSION, Policy
 
 log = get_logger("server")
-
-TARGET_VERSION = 0
-"""The served target's; policies published to the running server count on from it."""
-
 
 class StartError(PacelineError):
     """The server cannot start like this."""
@@ -63,6 +59,7 @@ def _serve(settings: ServeSettings, home: Home) -> int:
         capture_rate=settings.capture_rate,
         capture_span_tokens=settings.capture_span_tokens,
         capture_queue=settings.capture_queue,
+        policy_rank=settings.policy_lora_rank,
     )
     from server.app import draft_folder, serve
     from server.learner_process import LearnerProcess
@@ -70,7 +67,7 @@ def _serve(settings: ServeSettings, home: Home) -> int:
     given = settings.target
     name = settings.served_model_name or (given if _is_hub_id(given, target) else target.name)
     args = engine_arguments(settings, target, name, draft_folder(drafts), options)
-    policy = Policy(target, TARGET_VERSION)
+    policy = Policy(target, TARGET_VERSION, adapters=settings.policy_lora_rank > 0)
     learner = None
     if settings.learner == "local" and learner_base is not None:
         learner = LearnerProcess(_learner_arguments(settings, home, target, learner_base))

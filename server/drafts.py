@@ -18,7 +18,14 @@ import msgspec
 from rlcore.live_drafts import LIVE_FILE, DraftError, LiveDraft, expected_rates, read_live
 from rlcore.log import get_logger
 from rlcore.records import DraftManifest
-from rlcore.weights import WEIGHTS, WeightError, WeightStore, check_signature, signature
+from rlcore.weights import (
+    WEIGHTS,
+    WeightError,
+    WeightStore,
+    check_signature,
+    read_checked,
+    signature,
+)
 from server.history import Cause, History
 
 log = get_logger("server")
@@ -68,6 +75,37 @@ class Drafts:
     def connect(self, swap: Swap) -> None:
         """Give it the engine."""
         self._swap = swap
+
+    def disconnect(self) -> None:
+        """The engine is gone; until there is another one, nothing is swapped."""
+        self._swap = None
+
+    def fall_back(self) -> None:
+        """Before an engine starts: while the live version's files are damaged, an earlier one is live.
+
+        Raises DraftError when no version is whole.
+        """
+        candidates = [self.live, self.previous, *reversed(self.store.versions())]
+        for version in dict.fromkeys(v for v in candidates if v is not None):
+            try:
+                manifest = self.store.manifest(version)
+                read_checked(self.store.folder(version) / WEIGHTS, manifest.sha256)
+            except WeightError as error:
+                log.error("a draft version is damaged", version=version, reason=str(error))
+                self._failed(error.reason)
+                continue
+            if version != self.live:
+                damaged, self.live, self.previous, self._manifest = (
+                    self.live,
+                    version,
+                    None,
+                    manifest,
+                )
+                write_live(self.store.root, LiveDraft(version))
+                self.history.add(version, damaged, "rolled_back", "its files were damaged")
+                log.error("an earlier draft is live", live=version)
+            return
+        raise DraftError(f"no draft version in {self.store.root} is whole; delete it to start anew")
 
     def manifest(self) -> DraftManifest:
         """Of the live version."""

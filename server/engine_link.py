@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -15,6 +16,7 @@ from rlcore.records import (
     EngineReport,
     RecordError,
     RequestEnd,
+    SpeculationReport,
     decode_engine_message,
     encode,
 )
@@ -24,13 +26,22 @@ log = get_logger("server")
 
 
 class EngineLink:
-    """Bound before the engine starts; workers connect to it. ``report`` is the newest report."""
+    """Bound before the engine starts; its workers and its scheduler connect to it.
+
+    ``report`` is a worker's newest report, ``speculation`` the scheduler's.
+    """
 
     def __init__(self, endpoint: str) -> None:
         self._socket = open_socket(zmq.asyncio.Context.instance(), zmq.ROUTER, endpoint, bind=True)
         self._workers: set[bytes] = set()
+        self._gone: set[bytes] = set()
+        self._before: EngineReport | None = None
+        """Of engines that died: the last report of the newest, with the totals of all."""
+        self._heard = False
+        """Whether the present engine has reported."""
         self.report: EngineReport | None = None
         self.reported_at = 0.0
+        self.speculation: SpeculationReport | None = None
         self.on_report: list[Callable[[EngineReport], None]] = []
         self.rejected = 0
 
@@ -38,37 +49,62 @@ class EngineLink:
         """Receive for ever; cancel to stop."""
         while True:
             frames = await self._socket.recv_multipart()
+            if frames[0] in self._gone:
+                continue  # sent before it died
             try:
                 message = decode_engine_message(frames[-1])
             except RecordError as error:
                 self.rejected += 1
                 log.warning("an engine message was dropped", reason=str(error))
                 continue
-            self._workers.add(frames[0])
-            if isinstance(message, EngineReport):
-                self.report = message
+            if isinstance(message, SpeculationReport):
+                self.speculation = message
+            elif isinstance(message, EngineReport):
+                self._workers.add(frames[0])
+                self._heard = True
+                self.report = message if self._before is None else added(self._before, message)
                 self.reported_at = time.monotonic()
                 for heard in self.on_report:
                     heard(message)
 
     def send_end(self, end: RequestEnd) -> None:
         """Tell every worker how a request ended. Never waits; a full queue costs that one trace."""
-        payload = encode(end)
+        self._tell(encode(end))
+
+    def spare_cores(self, cores: int) -> None:
+        """Tell every worker how many cores to leave to others."""
+        self._tell(encode(CoresSpared(cores)))
+
+    def _tell(self, payload: bytes) -> None:
         for worker in self._workers:
             # Sent at once or queued; a ROUTER drops what a gone worker cannot take.
             self._socket.send_multipart([worker, payload])
 
-    def spare_cores(self, cores: int) -> None:
-        """Tell every worker how many cores to leave to others."""
-        payload = encode(CoresSpared(cores))
-        for worker in self._workers:
-            self._socket.send_multipart([worker, payload])
-
     async def wait_for_worker(self, deadline: float) -> None:
-        """Until the first report is here; raises TimeoutError after ``deadline`` seconds."""
+        """Until the engine's first report is here; raises TimeoutError after ``deadline`` seconds."""
         async with asyncio.timeout(deadline):
-            while self.report is None:
+            while not self._heard:
                 await asyncio.sleep(0.05)
+
+    def forget_workers(self) -> None:
+        """The engine has died: its workers are gone, its totals stay."""
+        self._gone |= self._workers
+        self._workers = set()
+        self._heard = False
+        if self.report is not None:
+            self.report = msgspec.structs.replace(self.report, running=0)
+        self._before = self.report
 
     def close(self) -> None:
         self._socket.close()
+
+
+def added(before: EngineReport, now: EngineReport) -> EngineReport:
+    """The newer report with the totals of both."""
+    acceptance = {count.version: count for count in before.acceptance}
+    for count in now.acceptance:
+        earlier = acceptance.get(count.version)
+        acceptance[count.version] = count if earlier is None else earlier.plus(count)
+    return msgspec.structs.replace(
+        now, acceptance=list(acceptance.values()), capture=before.capture.plus(now.capture)
+    )

@@ -53,6 +53,13 @@ class LearnerProcess:
         finally:
             await self._stop()
 
+    def kill(self) -> None:
+        """At once: nothing is written any more."""
+        process = self._process
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
     async def _stop(self) -> None:
         process = self._process
         if process is None or process.returncode is not None:
@@ -64,6 +71,5 @@ class LearnerProcess:
                 await process.wait()
         except TimeoutError:
             log.warning("the learner did not stop in time and is killed", pid=process.pid)
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            self.kill()
             await process.wait()

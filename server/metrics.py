@@ -18,11 +18,23 @@ class PacelineCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
+        yield from self._server()
         yield from self._acceptance()
+        yield from self._adapters()
         yield from self._traces()
         yield from self._swaps()
         yield from self._policy()
         yield from self._learner()
+
+    def _server(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "paceline_ready", "1 while requests are taken", value=self._state.ready()
+        )
+        yield CounterMetricFamily(
+            "paceline_engine_restarts",
+            "Times the engine was started again after it died",
+            value=self._state.engine_restarts(),
+        )
 
     def _acceptance(self) -> Iterator[Metric]:
         length = GaugeMetricFamily(
@@ -67,6 +79,31 @@ class PacelineCollector(Collector):
             steps.add_metric([version, "yes"], count.steps)
             steps.add_metric([version, "no"], count.plain_steps)
         yield from (length, drafted, accepted, rejected, rate, steps)
+
+    def _adapters(self) -> Iterator[Metric]:
+        """Of all draft versions together: with one label for each adapter there are few enough."""
+        length = GaugeMetricFamily(
+            "paceline_adapter_acceptance_length",
+            "Tokens emitted per step in which something was drafted, of requests for one LoRA adapter",
+            labels=["adapter"],
+        )
+        steps = CounterMetricFamily(
+            "paceline_adapter_decode_steps",
+            "Decode steps of requests for one LoRA adapter",
+            labels=["adapter", "drafted"],
+        )
+        emitted = CounterMetricFamily(
+            "paceline_adapter_emitted_tokens",
+            "Tokens emitted by the steps of one LoRA adapter in which something was drafted",
+            labels=["adapter"],
+        )
+        for one in self._state.adapters():
+            if one.total.length is not None:
+                length.add_metric([one.adapter], one.total.length)
+            steps.add_metric([one.adapter, "yes"], one.total.steps)
+            steps.add_metric([one.adapter, "no"], one.total.plain_steps)
+            emitted.add_metric([one.adapter], one.total.emitted)
+        yield from (length, steps, emitted)
 
     def _traces(self) -> Iterator[Metric]:
         capture = self._state.capture()

@@ -1,4 +1,5 @@
-"""Which policy is live: checks, swaps, remembers. A policy is a version of the target's weights.
+"""Which policy is live: checks, swaps, remembers. A policy is a version of the target's weights, or a
+LoRA adapter of it where the server was started for those.
 
 One swap at a time; what is refused changes nothing. The server's own target is the first version, and a
 restart serves it again: whoever trains the policy holds its versions, and publishes the last one anew.
@@ -18,9 +19,12 @@ import msgspec
 
 from rlcore.errors import PacelineError
 from rlcore.log import get_logger
-from rlcore.weights import CONFIG, WEIGHTS, WeightError
+from rlcore.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, WEIGHTS, WeightError
 
 log = get_logger("server")
+
+TARGET_VERSION = 0
+"""The served target's; policies published to the running server count on from it."""
 
 REMEMBERED_SWAPS = 1000
 
@@ -56,13 +60,20 @@ class PolicySwap(msgspec.Struct, frozen=True):
     """Requests that had begun to answer and went on under the new version."""
     frozen_tokens: int
     """Their tokens, prompt and output, which were computed again."""
+    nbytes: int = 0
+    """Size of the weights file."""
+    adapter: bool = False
+    """Whether it is a LoRA adapter of the target, or a whole checkpoint."""
 
 
 class Policy:
     """The versions that were live since the start, and the one that serves."""
 
-    def __init__(self, target: Path, version: int) -> None:
+    def __init__(self, target: Path, version: int, *, adapters: bool = False) -> None:
+        """``adapters``: its versions are adapters of the target, and not whole checkpoints."""
         self._target = target
+        self.adapters = adapters
+        self._first = version
         self.folder = target
         """Where the live version came from."""
         self.live = version
@@ -77,14 +88,19 @@ class Policy:
         self._lock = asyncio.Lock()
         self._swap: Swap | None = None
 
+    @property
+    def checkpoint(self) -> Path:
+        """With the embedding, norm and head that serve: an adapter has none of its own."""
+        return self._target if self.adapters else self.folder
+
     def connect(self, swap: Swap) -> None:
         """Give it the engine."""
         self._swap = swap
 
     async def publish(self, folder: Path, version: int, sha256: str) -> PolicySwap:
-        """Make the Hugging Face checkpoint in ``folder`` the live version. Raises PolicyError.
+        """Make the Hugging Face checkpoint, or adapter, in ``folder`` the live version.
 
-        ``sha256``: of its ``model.safetensors``.
+        ``sha256``: of its weights file. Raises PolicyError.
         """
         if self._lock.locked():
             raise self._refused(version, WeightError("busy", "another version is on its way"))
@@ -94,14 +110,21 @@ class Policy:
             try:
                 if version <= self.live:
                     raise WeightError("old", f"version {self.live} is live; count on from there")
-                await asyncio.to_thread(check_folder, folder, self._target)
+                nbytes = await asyncio.to_thread(self._check_folder, folder)
                 report = await self._swap(str(folder), sha256, version)
             except WeightError as error:
                 raise self._refused(version, error) from None
             except Exception as error:  # whatever vLLM raises when its engine is gone
                 self.failed["engine"] = self.failed.get("engine", 0) + 1
                 raise EngineGone(f"the engine could not be asked: {error}") from error
-            swap = PolicySwap(version=version, sha256=sha256, at=time.time(), **report)
+            swap = PolicySwap(
+                version=version,
+                sha256=sha256,
+                at=time.time(),
+                nbytes=nbytes,
+                adapter=self.adapters,
+                **report,
+            )
             self.folder, self.live, self.sha256 = folder, version, sha256
             self.swaps.append(swap)
             self.count += 1
@@ -115,6 +138,52 @@ class Policy:
         for changed in self.on_change:
             changed()
         return swap
+
+    def disconnect(self) -> None:
+        """The engine is gone; until there is another one, nothing is published."""
+        self._swap = None
+
+    async def restore(self, swap: Swap) -> None:
+        """Bring a new engine, which serves the server's own target, to the version that was live.
+
+        Where its checkpoint cannot be loaded any more, the server's own target serves: what nobody can
+        reproduce is not kept in name. Whoever trains publishes the next version as ever.
+        """
+        async with self._lock:
+            if self.live == self._first:
+                return
+            try:
+                await swap(str(self.folder), self.sha256, self.live)
+                log.info("the live policy was loaded again", live=self.live)
+                return
+            except WeightError as error:
+                self.failed[error.reason] = self.failed.get(error.reason, 0) + 1
+                log.error(
+                    "the live policy cannot be loaded again; the server's own target serves",
+                    lost=self.live, live=self._first, reason=str(error),
+                )  # fmt: skip
+            self.folder, self.live, self.sha256 = self._target, self._first, ""
+        for changed in self.on_change:
+            changed()
+
+    def _check_folder(self, folder: Path) -> int:
+        """Bytes of its weights file; raises WeightError unless it is of the kind that is served."""
+        is_adapter = (folder / ADAPTER_CONFIG).is_file()
+        if is_adapter and not self.adapters:
+            raise WeightError(
+                "kind",
+                f"{folder} holds a LoRA adapter; to take those start the server with --policy-lora-rank",
+            )
+        if self.adapters and not is_adapter and (folder / CONFIG).is_file():
+            raise WeightError(
+                "kind",
+                f"{folder} holds a whole checkpoint; this server takes adapters (--policy-lora-rank)",
+            )
+        if self.adapters:
+            check_adapter_folder(folder)
+            return (folder / ADAPTER_WEIGHTS).stat().st_size
+        check_folder(folder, self._target)
+        return (folder / WEIGHTS).stat().st_size
 
     def _refused(self, version: int, error: WeightError) -> PolicyError:
         self.failed[error.reason] = self.failed.get(error.reason, 0) + 1
@@ -134,6 +203,15 @@ def check_folder(folder: Path, target: Path) -> None:
             raise WeightError(
                 "config", f"{key} in {CONFIG} is {got[key]!r}, of the target it is {want[key]!r}"
             )
+
+
+def check_adapter_folder(folder: Path) -> None:
+    """Raises WeightError unless ``folder`` holds an adapter's configuration and one weights file."""
+    if not folder.is_absolute():
+        raise WeightError("unreadable", f"{folder} is not an absolute path")
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (folder / name).is_file():
+            raise WeightError("unreadable", f"{folder} holds no {name}")
 
 
 def _config(folder: Path) -> dict[str, Any]:

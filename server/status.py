@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from rlcore.log import get_logger
-from rlcore.records import AcceptanceCount, CaptureCounts, EngineReport
+from rlcore.records import AcceptanceCount, AdapterAcceptance, CaptureCounts, EngineReport
 from server.collapse import CollapseAlarm
 from server.drafts import Drafts
 from server.engine_link import EngineLink
@@ -32,6 +33,8 @@ class ServerState:
     started: float
     guarded: bool = False
     """Whether every request has to bring a key."""
+    engine_restarts: Callable[[], int] = lambda: 0
+    ready: Callable[[], bool] = lambda: True
     collapse: CollapseAlarm = field(default_factory=CollapseAlarm)
 
     def acceptance(self) -> dict[int, AcceptanceCount]:
@@ -53,6 +56,10 @@ class ServerState:
             )
         elif change == "cleared":
             log.info("the collapse of acceptance is over", version=live.version)
+
+    def adapters(self) -> list[AdapterAcceptance]:
+        report = self.engine_link.report
+        return [] if report is None else report.adapters
 
     def capture(self) -> CaptureCounts:
         report = self.engine_link.report
@@ -96,6 +103,13 @@ def status(state: ServerState) -> dict[str, Any]:
                 )
                 for name in ("steps", "plain_steps", "emitted")
             },
+        },
+        "adapters": {
+            one.adapter: {
+                "total": acceptance_view(one.total),
+                "versions": [acceptance_view(count) for count in one.versions],
+            }
+            for one in state.adapters()
         },
         "learner": learner,
         "traces": msgspec.to_builtins(state.capture()),

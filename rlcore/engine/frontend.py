@@ -16,11 +16,23 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
-from vllm.v1.engine import EngineCoreOutput
+from vllm.exceptions import GracefulHTTPError
+from vllm.lora.request import LoRARequest
+from vllm.utils import length_from_prompt_token_ids_or_embeds
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import (
+    OutputProcessor,
+    RequestOutputCollector,
+    RequestState,
+)
+
+from rlcore.engine.isolation import ranked, tenant_salt
+from rlcore.engine.shares import Served, ServedCount
 
 
 @dataclass
@@ -29,6 +41,8 @@ class Ticket:
 
     tenant: str = "default"
     learn: bool = True
+    adapter: str = ""
+    """That the request names as its model."""
     engine_ids: list[str] = field(default_factory=list)
     steps: deque[int] | None = None
     """How many tokens each step emitted, if that is asked for: accepted drafts, then one of the target's."""
@@ -71,7 +85,10 @@ EndCallback = Callable[[str, int, Ticket], None]
 class RequestLedger(OutputProcessor):
     """Reports how many tokens each response really returned."""
 
-    def __init__(self, like: OutputProcessor, on_end: EndCallback) -> None:
+    def __init__(
+        self, like: OutputProcessor, on_end: EndCallback, policy: LoRARequest | None
+    ) -> None:
+        """``policy``: the adapter that is the policy, for every request that names no other one."""
         super().__init__(
             like.tokenizer,
             log_stats=like.log_stats,
@@ -80,11 +97,17 @@ class RequestLedger(OutputProcessor):
             admission_stats=like.admission_stats,
         )
         self._on_end = on_end
+        self._policy = policy
         self._tickets: dict[str, Ticket] = {}
+        self._served = Served()
 
     def add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        # The request goes on from here to the engine's core.
+        adapter = "" if request.lora_request is None else request.lora_request.lora_name
+        request.lora_request = request.lora_request or self._policy
         super().add_request(request, *args, **kwargs)
         ticket = current_ticket.get() or Ticket()
+        ticket.adapter = adapter
         ticket.engine_ids.append(request.request_id)
         self._tickets[request.request_id] = ticket
 
@@ -96,6 +119,11 @@ class RequestLedger(OutputProcessor):
             if ticket is not None and ticket.steps is not None and output.new_token_ids:
                 ticket.steps.append(len(output.new_token_ids))
         return super().process_outputs(engine_core_outputs, *args, **kwargs)
+
+    def propagate_error(self, e: Exception) -> None:
+        if isinstance(e, EngineDeadError):
+            e = EngineUnavailable(DIED)
+        super().propagate_error(e)
 
     def _finish_request(self, req_state: RequestState) -> None:
         super()._finish_request(req_state)
@@ -113,19 +141,65 @@ class RequestLedger(OutputProcessor):
         ticket = self._tickets.pop(state.request_id)
         if state.detokenizer is not None:
             ticket.note_policies(state)
-            self._on_end(state.request_id, state.detokenizer.num_output_tokens(), ticket)
+            tokens = state.detokenizer.num_output_tokens()
+            if ticket.charge is not None:
+                ticket.charge(tokens)
+            self._served.end(ticket.tenant, tokens)
+            self._on_end(state.request_id, tokens, ticket)
+
+    def forget(self, tenant: str) -> None:
+        """Nothing of this tenant's requests under way is learned from."""
+        for ticket in self._tickets.values():
+            if ticket.tenant == tenant:
+                ticket.learn = False
+
+    def served(self) -> dict[str, ServedCount]:
+        """By tenant: what clients were given so far, and the requests under way."""
+        return self._served.now(
+            (self._tickets[state.request_id].tenant, state.detokenizer.num_output_tokens())
+            for state in self.request_states.values()
+            if state.detokenizer is not None
+        )
+
+
+class EngineUnavailable(GracefulHTTPError):
+    """A request ends because its engine does: 503, as JSON or as a stream's last event."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+DIED = "The engine died while it served this request, and is being started again; send it anew."
 
 
 class PacelineLLM(AsyncLLM):
     """AsyncLLM that calls ``on_end`` once for each request; set it before the first request."""
 
     on_end: EndCallback
+    policy_adapter: LoRARequest | None = None
+    """The policy, where its versions are adapters; to be set as early."""
     output_processor: OutputProcessor
 
     def _run_output_handler(self) -> None:
         if self.output_handler is None and not isinstance(self.output_processor, RequestLedger):
-            self.output_processor = RequestLedger(self.output_processor, self._report_end)
+            self.output_processor = RequestLedger(
+                self.output_processor, self._report_end, self.policy_adapter
+            )
         super()._run_output_handler()
+
+    async def add_request(self, *args: Any, **kwargs: Any) -> RequestOutputCollector:
+        try:
+            return await super().add_request(*args, **kwargs)
+        except EngineDeadError:
+            raise EngineUnavailable(DIED) from None
+
+    @property
+    def dead_error(self) -> BaseException:
+        return EngineUnavailable(DIED)
+
+    def end_requests(self, reason: str) -> None:
+        """End what runs, with ``reason`` as each one's error. The engine itself is not told."""
+        self.output_processor.propagate_error(EngineUnavailable(reason))
 
     def begun(self) -> list[int]:
         """The tokens, prompt and output, of each request that has begun to answer."""
@@ -134,6 +208,16 @@ class PacelineLLM(AsyncLLM):
             for state in self.output_processor.request_states.values()
             if state.detokenizer is not None and state.detokenizer.num_output_tokens()
         ]
+
+    def served(self) -> dict[str, ServedCount]:
+        """By tenant: the output tokens that clients were given so far, and the requests under way."""
+        processor = self.output_processor
+        return processor.served() if isinstance(processor, RequestLedger) else {}
+
+    def forget(self, tenant: str) -> None:
+        """Nothing of this tenant's requests under way is learned from."""
+        if isinstance(self.output_processor, RequestLedger):
+            self.output_processor.forget(tenant)
 
     def stop_engine(self, reason: str) -> None:
         """The engine ends at its next step, with ``reason``; whether it can be asked is not waited for."""

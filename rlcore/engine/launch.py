@@ -10,7 +10,7 @@ import os
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
@@ -38,6 +38,10 @@ def prepare_environment(settings: ServeSettings) -> None:
     # Its routes change weights and caches behind our back.
     os.environ["VLLM_SERVER_DEV_MODE"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # The server starts a dead engine again by itself; vLLM would end the process.
+    os.environ["VLLM_KEEP_ALIVE_ON_ENGINE_DEATH"] = "1"
+    # As many choices a request as OpenAI allows; vLLM would take 16,384.
+    os.environ.setdefault("VLLM_MAX_N_SEQUENCES", "128")
     # vLLM warns about its own choices on a CPU at every start, in every process.
     os.environ.setdefault(
         "VLLM_LOGGING_LEVEL", "DEBUG" if settings.log_level == "DEBUG" else "ERROR"
@@ -91,6 +95,8 @@ def engine_arguments(
         if executor.fits(args.tensor_parallel_size * args.pipeline_parallel_size):
             options = msgspec.structs.replace(options, cores=executor.prepare())
             args.distributed_executor_backend = executor.InlineExecutor
+    if settings.policy_lora_rank:
+        _make_room_for_policy(args, settings.policy_lora_rank)
     args.worker_cls = WORKER_CLASS
     args.scheduler_cls = SCHEDULER_CLASS
     args.async_scheduling = False
@@ -104,6 +110,31 @@ def engine_arguments(
     )
     validate_parsed_serve_args(args)
     return args
+
+
+def renewed(args: Namespace, draft: Path, version: int, rates: list[float]) -> Namespace:
+    """The same arguments for an engine that starts with another version of the drafter."""
+    options = EngineOptions.from_config(args.additional_config)
+    options = msgspec.structs.replace(options, draft_version=version, draft_rates=rates)
+    again = Namespace(**vars(args))
+    again.additional_config = {**args.additional_config, **options.to_config()}
+    again.speculative_config = {**args.speculative_config, "model": str(draft)}
+    return again
+
+
+def _make_room_for_policy(args: Namespace, rank: int) -> None:
+    """A place for the policy's adapter beside those that the user names."""
+    from vllm.config.lora import MaxLoRARanks
+
+    ranks = get_args(MaxLoRARanks)
+    needed = max(rank, args.max_lora_rank if args.enable_lora else 0)
+    if needed > max(ranks):
+        raise EngineArgumentError(f"an adapter's rank is at most {max(ranks)}, not {needed}")
+    args.max_lora_rank = min(r for r in ranks if r >= needed)
+    args.max_loras = 1 + (args.max_loras if args.enable_lora else 0)
+    args.enable_lora = True
+    if args.max_cpu_loras is not None:
+        args.max_cpu_loras += 1
 
 
 def speculative_config(method: str, draft: Path, most_drafts: int, varies: bool) -> dict[str, Any]:
@@ -132,9 +163,14 @@ def start_engine(args: Namespace) -> PacelineLLM:
 
     engine_args = AsyncEngineArgs.from_cli_args(args)
     config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-    return PacelineLLM.from_vllm_config(
+    llm = PacelineLLM.from_vllm_config(
         vllm_config=config,
         usage_context=UsageContext.OPENAI_API_SERVER,
         enable_log_requests=engine_args.enable_log_requests,
         disable_log_stats=engine_args.disable_log_stats,
     )
+    if EngineOptions.from_config(config.additional_config).policy_rank:
+        from rlcore.engine.adapters import POLICY_ADAPTER
+
+        llm.policy_adapter = POLICY_ADAPTER
+    return llm

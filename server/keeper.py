@@ -1,0 +1,145 @@
+"""Keeps one engine running: starts it, watches it, starts it again when it dies.
+
+Whatever is served afterwards is what was live before: the draft version, and the policy that was published
+last (its checkpoint is loaded once more; where that is gone, the server's own target serves, and says so).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import time
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from rlcore.errors import PacelineError
+from rlcore.log import get_logger
+from server.deaths import WINDOW, Deaths
+from server.front import START_DEADLINE, Front
+
+if TYPE_CHECKING:
+    from rlcore.engine.frontend import PacelineLLM
+
+log = get_logger("server")
+
+WATCH_INTERVAL = 0.1
+"""Seconds between two looks at whether the engine is alive."""
+
+STOP_DEADLINE = 10.0
+"""Seconds an engine is given to end before its processes are killed."""
+
+
+class ServeError(PacelineError):
+    """The engine did not start, or ended by itself for good."""
+
+
+class EngineKeeper:
+    """``arguments``: vLLM's, for what is live now; ``install``: puts a started engine to use."""
+
+    def __init__(
+        self,
+        front: Front,
+        arguments: Callable[[], Namespace],
+        start: Callable[[Namespace], PacelineLLM],
+        install: Callable[[PacelineLLM], Awaitable[None]],
+        remove: Callable[[], None],
+    ) -> None:
+        self.llm: PacelineLLM | None = None
+        self.restarts = 0
+        self._front = front
+        self._arguments = arguments
+        self._start_engine = start
+        self._install = install
+        self._remove = remove
+        self._starting: asyncio.Future[PacelineLLM] | None = None
+
+    async def run(self) -> None:
+        """Keep an engine running for ever; raises ServeError when there is none and will be none."""
+        deaths = Deaths()
+        await self._start()
+        while True:
+            await self._until_dead()
+            if self._front.state == "draining":
+                return
+            self._front.change("restarting")
+            self._remove()
+            await self._restart(deaths)
+
+    async def _restart(self, deaths: Deaths) -> None:
+        """Again and again, until it is up; raises ServeError."""
+        while True:
+            delay = deaths.observe(time.monotonic())
+            if delay is None:
+                raise ServeError(
+                    f"the engine died {deaths.recent} times within {WINDOW / 60:.0f} minutes and is not "
+                    "started again; its own words are above"
+                )
+            log.error("the engine died and is started again", deaths=deaths.recent, in_s=delay)
+            await self._discard()
+            await asyncio.sleep(delay)
+            self.restarts += 1
+            try:
+                await self._start()
+                return
+            except ServeError as error:
+                log.error("the engine did not come back", reason=str(error))
+
+    async def _start(self) -> None:
+        began = time.monotonic()
+        try:
+            arguments = await asyncio.to_thread(self._arguments)
+            self._starting = asyncio.ensure_future(asyncio.to_thread(self._start_engine, arguments))
+            async with asyncio.timeout(START_DEADLINE):
+                self.llm = await asyncio.shield(self._starting)
+                await self._install(self.llm)
+        except PacelineError:
+            raise
+        except TimeoutError:
+            kill_engine_processes()
+            raise ServeError(f"the engine did not start within {START_DEADLINE:.0f} s") from None
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ServeError(
+                f"the engine did not start: {reason} (its own words are above)"
+            ) from None
+        self._front.change("ready")
+        log.info("the engine is up", seconds=round(time.monotonic() - began, 1))
+
+    async def _until_dead(self) -> None:
+        assert self.llm is not None
+        while not self.llm.errored:
+            await asyncio.sleep(WATCH_INTERVAL)
+
+    async def _discard(self) -> None:
+        """Of a dead engine nothing stays, its other processes neither."""
+        llm, self.llm = self.llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown, 0)
+        kill_engine_processes()
+
+    async def stop(self) -> None:
+        """End the engine, also one that is just starting."""
+        deadline = time.monotonic() + STOP_DEADLINE
+        while self._starting is not None and not self._starting.done():
+            kill_engine_processes()  # the start fails for it
+            if time.monotonic() > deadline:
+                log.warning("the engine's start could not be ended in time")
+                break
+            await asyncio.wait({self._starting}, timeout=0.2)
+        start = self._starting
+        if self.llm is None and start is not None and start.done() and not start.exception():
+            self.llm = start.result()  # it came up nevertheless
+        if self.llm is not None:
+            try:
+                async with asyncio.timeout(STOP_DEADLINE):
+                    await asyncio.to_thread(self.llm.shutdown, 0)
+            except TimeoutError:
+                log.warning("the engine did not end in time and is killed")
+        kill_engine_processes()
+
+
+def kill_engine_processes() -> None:
+    """At once. vLLM starts them through multiprocessing, and nothing else here does."""
+    for process in multiprocessing.active_children():
+        process.kill()
