@@ -19,7 +19,7 @@ def make_parser(prog: str, doc: str | None, report: str) -> argparse.ArgumentPar
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Flags behind a lone -- go to `paceline serve` (frozen and online), those behind a second\n"
         f"one to vLLM in every server. The fields of the JSON are listed in {report}.\n"
-        "Modes:\n" + "\n".join(f"  {name:<7} {what}" for name, what in MODES.items()),
+        "Modes:\n" + "\n".join(f"  {name:<15} {what}" for name, what in MODES.items()),
     )
     add = parser.add_argument
     add("--modes", default="none,frozen,online", metavar="MODE,...", help="default: %(default)s")
@@ -30,6 +30,8 @@ def make_parser(prog: str, doc: str | None, report: str) -> argparse.ArgumentPar
         help="drafter of frozen and online: 'auto' (default), the one that comes with the package, or "
         "a folder",
     )
+    add("--gguf", type=Path, metavar="FILE", help="llama.cpp's model (default: the embedded one's)")
+    add("--draft-gguf", type=Path, metavar="FILE", help="llama.cpp's drafter")
     add("--target", default="embedded", help="'embedded' (default) or a model folder")
     add("--max-tokens", type=int, default=128, metavar="N", help="per request (default: 128)")
     add("--temperature", type=float, default=0.0, help="default: 0, greedy")

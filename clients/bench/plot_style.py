@@ -12,6 +12,10 @@ COLOURS = {
     "none": "#8a8f99",
     "ngram": "#b07a16",
     "suffix": "#8a4fa3",
+    "eagle3": "#5a9e3d",
+    "llamacpp": "#c9788f",
+    "llamacpp-ngram": "#a3334f",
+    "llamacpp-eagle3": "#e0559a",
     "frozen": "#12826e",
     "online": "#2457c5",
 }

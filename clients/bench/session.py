@@ -13,7 +13,7 @@ import httpx
 import msgspec
 
 from clients.bench import common
-from clients.bench.modes import check_draft, make_server, target_folder
+from clients.bench.modes import check_draft, check_gguf, make_server, target_folder
 from clients.bench.plan import ONLINE, OURS, Block
 from clients.bench.runner import Runner
 from clients.bench.samples import Sample
@@ -54,8 +54,9 @@ def carry_out(
     args: argparse.Namespace, modes: Sequence[str], skipped: list[str], blocks: list[Block]
 ) -> Session:
     """Raises BenchError or ServerFailed when nothing at all was measured."""
-    if set(OURS) & set(modes):
+    if {*OURS, "eagle3"} & set(modes):
         check_draft(args.draft, modes)
+    check_gguf(args, modes)
     say = common.console.print
     for line in skipped:
         say(line)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from clients.bench.command import main, parse
 from clients.bench.common import BenchError
-from clients.bench.modes import check_draft, chosen_modes, make_server
+from clients.bench.modes import check_draft, check_gguf, chosen_modes, make_server
 from clients.process import ServerProcess
 from tests.clients.test_bench_plan import write
 
@@ -110,3 +111,51 @@ def test_an_untrained_draft_is_no_frozen_one(tmp_path: Any) -> None:
     check_draft("none", ["none", "online"])
     (tmp_path / "model.safetensors").touch()
     check_draft(str(tmp_path), ["frozen"])
+
+
+def test_llama_cpp_gets_the_cores_the_slots_and_its_drafter(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf, head = tmp_path / "m.gguf", tmp_path / "head.gguf"
+    gguf.touch()
+    head.touch()
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
+    args = parse(["--phase", "a.jsonl", "--gguf", str(gguf), "--draft-gguf", str(head)])
+    check_gguf(args, ["llamacpp-eagle3"])
+    made = {
+        mode: make_server(mode, args, tmp_path / mode, tmp_path / "target").flags
+        for mode in ("llamacpp", "llamacpp-ngram", "llamacpp-eagle3")
+    }
+    for flags in made.values():
+        assert flags[flags.index("--model") + 1] == str(gguf)
+        assert flags[flags.index("--slots") + 1] == "32"
+        assert flags[flags.index("--threads") + 1] == "3"
+    assert not {"--ngram", "--draft-model"} & set(made["llamacpp"])
+    assert "--ngram" in made["llamacpp-ngram"]
+    flags = made["llamacpp-eagle3"]
+    assert flags[flags.index("--draft-model") + 1] == str(head)
+    assert flags[flags.index("--draft-tokens") + 1] == "3"
+
+
+def test_files_that_llama_cpp_needs_are_asked_for_before_anything_starts(tmp_path: Any) -> None:
+    missing = parse(["--phase", "a.jsonl", "--gguf", str(tmp_path / "none.gguf")])
+    check_gguf(missing, ["none", "online"])
+    with pytest.raises(BenchError, match="no such file"):
+        check_gguf(missing, ["llamacpp"])
+    (tmp_path / "m.gguf").touch()
+    without = parse(["--phase", "a.jsonl", "--gguf", str(tmp_path / "m.gguf")])
+    check_gguf(without, ["llamacpp-ngram"])
+    with pytest.raises(BenchError, match="--draft-gguf"):
+        check_gguf(without, ["llamacpp-eagle3"])
+    other = parse(["--phase", "a.jsonl", "--target", str(tmp_path)])
+    with pytest.raises(BenchError, match="--gguf"):
+        check_gguf(other, ["llamacpp"])
+
+
+def test_plain_vllm_with_a_drafter_drafts_with_the_folder_given(tmp_path: Any) -> None:
+    with pytest.raises(BenchError, match="eagle3 needs --draft"):
+        check_draft("auto", ["eagle3"])
+    args = parse(["--phase", "a.jsonl", "--draft", str(tmp_path)])
+    server = make_server("eagle3", args, tmp_path / "home", tmp_path / "target")
+    config = json.loads(server.flags[server.flags.index("--speculative-config") + 1])
+    assert config == {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3}
