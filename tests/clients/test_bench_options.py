@@ -17,7 +17,7 @@ from tests.clients.test_bench_plan import write
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--modes", "none,fast"], "there are none, ngram, suffix, frozen, online"),
+        (["--modes", "none,fast"], "there are none, ngram, suffix, eagle3, llamacpp,"),
         (["--modes", "none,none"], "twice"),
         (["--modes", "none,frozen", "--draft", "none"], "needs --draft FOLDER"),
         (["--modes", "online", "--draft", "nowhere"], "no safetensors"),
