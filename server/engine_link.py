@@ -14,6 +14,7 @@ from rlcore.log import get_logger
 from rlcore.records import (
     CoresSpared,
     EngineReport,
+    ForgetTenant,
     RecordError,
     RequestEnd,
     SpeculationReport,
@@ -70,6 +71,10 @@ class EngineLink:
     def send_end(self, end: RequestEnd) -> None:
         """Tell every worker how a request ended. Never waits; a full queue costs that one trace."""
         self._tell(encode(end))
+
+    def forget(self, tenant: str) -> None:
+        """Tell every worker to send nothing more of what it holds of a tenant."""
+        self._tell(encode(ForgetTenant(tenant)))
 
     def spare_cores(self, cores: int) -> None:
         """Tell every worker how many cores to leave to others."""

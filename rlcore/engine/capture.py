@@ -117,6 +117,11 @@ class Capture:
                 into.accepted = _add(into.accepted, count.accepted)
         return [total[version] for version in sorted(total)]
 
+    def request_drafted(self, request_id: str) -> tuple[int, int]:
+        """Its steps in which drafts were verified, and the tokens they emitted. For any thread."""
+        counts = list(self._by_request.get(request_id, {}).values())
+        return sum(count.steps for count in counts), sum(count.emitted for count in counts)
+
     def before_sampling(self, runner: Any, grammar_ids: frozenset[str]) -> StepView:
         """Read the forward pass's state; ``runner`` is a V1 model runner between its two halves."""
         state = runner.execute_model_state

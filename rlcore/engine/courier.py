@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from rlcore.engine.options import EngineOptions
+from rlcore.engine.shares import Shares
 from rlcore.engine.spans import Span, trim
 from rlcore.records import (
     CaptureCounts,
@@ -51,10 +52,19 @@ class _Held:
 class Courier(threading.Thread):
     """Owns both sockets. ``offer`` and ``drop`` are the only methods the step calls."""
 
-    def __init__(self, options: EngineOptions, report: Callable[[CaptureCounts], EngineReport]):
+    def __init__(
+        self,
+        options: EngineOptions,
+        report: Callable[[CaptureCounts], EngineReport],
+        drafted: Callable[[str], tuple[int, int]],
+    ):
+        """``drafted``: a request's steps with drafts verified, and the tokens they emitted."""
         super().__init__(name="paceline-courier", daemon=True)
         self._options = options
         self._report = report
+        self._drafted = drafted
+        self.tenants = Shares()
+        """This thread's only; ``report`` runs in it."""
         self._lock = threading.Lock()
         self._queue: deque[tuple[str, Span | None, bool]] = deque()
         self._counts = CaptureCounts()
@@ -136,6 +146,10 @@ class Courier(threading.Thread):
             if isinstance(message, CoresSpared):
                 self.cores_spared = message.cores
             elif isinstance(message, RequestEnd):
+                steps, emitted = self._drafted(message.request_id)
+                share = self.tenants.of(message.tenant)
+                share.steps += steps
+                share.emitted += emitted
                 self._ends[message.request_id] = message
                 while len(self._ends) > REMEMBERED_ENDS:
                     self._ends.popitem(last=False)
@@ -191,6 +205,7 @@ class Courier(threading.Thread):
         if self._traces is None:
             self.drop("no_learner")
         elif send(self._traces, [encode(span.trace), *span.frames()]):
+            self.tenants.of(span.trace.tenant).traces += 1
             with self._lock:
                 self._counts.sent += 1
         else:

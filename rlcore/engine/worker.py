@@ -71,7 +71,7 @@ class PacelineWorker(BaseWorker):
             self._note_proposals()
         self._courier: Courier | None = None
         if self.is_driver_worker:
-            self._courier = Courier(options, self._engine_report)
+            self._courier = Courier(options, self._engine_report, self._drafted)
             sends_traces = options.trace_endpoint is not None and options.capture_rate > 0
             self._capture = Capture(
                 target_version=options.target_version,
@@ -182,6 +182,9 @@ class PacelineWorker(BaseWorker):
             for c in (self._capture.request_acceptance(request_ids) if self._courier else [])
         ]
 
+    def _drafted(self, request_id: str) -> tuple[int, int]:
+        return self._capture.request_drafted(request_id)
+
     @property
     def _live_version(self) -> int:
         return -1 if self._slot is None else self._slot.version
@@ -195,4 +198,5 @@ class PacelineWorker(BaseWorker):
             capture=counts,
             threads=torch.get_num_threads() if self._cores else 0,
             running=len(self.model_runner.requests),
+            tenants=[] if self._courier is None else self._courier.tenants.counts(),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import tracemalloc
 
 import msgspec
@@ -14,6 +15,7 @@ from rlcore import records
 from rlcore.records import (
     DTYPE_BYTES,
     MAX_HEADER_BYTES,
+    MAX_SHARES,
     MAX_SPAN_TOKENS,
     AcceptanceCount,
     Announce,
@@ -30,6 +32,8 @@ from rlcore.records import (
     RequestEnd,
     Retreat,
     Sampling,
+    ShareCount,
+    SpeculationReport,
     TargetTensors,
     TensorSpec,
     Verdict,
@@ -42,7 +46,7 @@ from rlcore.records import (
 )
 
 MESSAGES = {
-    decode_engine_message: (EngineReport, RequestEnd, CoresSpared),
+    decode_engine_message: (EngineReport, SpeculationReport, RequestEnd, CoresSpared),
     decode_learner_message: (
         Hello,
         LearnerReport,
@@ -77,6 +81,15 @@ messages = {
         EngineReport, worker=names, live_version=integers, speculative_tokens=integers,
         acceptance=st.lists(acceptances, max_size=3),
         capture=st.builds(CaptureCounts, captured=integers, sent=integers, dropped=tables),
+        tenants=st.lists(
+            st.builds(ShareCount, name=names, steps=counts, emitted=counts, traces=counts),
+            max_size=3,
+        ),
+    ),
+    SpeculationReport: st.builds(
+        SpeculationReport, scheduler=names, drafts_now=counts, decode_steps=counts, drafts=counts,
+        tokens=counts, seconds=st.floats(0, 1e9), plain_seconds=st.floats(0, 1e9),
+        unknown_seconds=st.floats(0, 1e9), running=counts, waiting=counts,
     ),
     RequestEnd: st.builds(
         RequestEnd, request_id=names, output_tokens=counts, tenant=names, learn=st.booleans()
@@ -373,3 +386,22 @@ def test_a_step_that_accepts_more_than_was_drafted_is_refused_though_its_tokens_
 @pytest.mark.parametrize("field", ["first_position", "prompt_length"])
 def test_a_position_that_no_tensor_of_indices_holds_is_refused(field):
     refused(frames_of(a_trace(**{field: 2**31})), "malformed")
+
+
+def test_a_report_names_a_bounded_number_of_tenants():
+    def report(names: int) -> bytes:
+        shares = [ShareCount(f"{i}") for i in range(names)]
+        return encode(EngineReport("w", 1, 3, [], CaptureCounts(), tenants=shares))
+
+    decoded = decode_engine_message(report(MAX_SHARES))
+    assert isinstance(decoded, EngineReport)
+    assert len(decoded.tenants) == MAX_SHARES
+    with pytest.raises(RecordError, match="malformed"):
+        decode_engine_message(report(MAX_SHARES + 1))
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan])
+def test_a_scheduler_that_reports_negative_time_is_refused(seconds):
+    report = SpeculationReport("s", 3, 10, 30, 25, seconds, 2.0, 0.0)
+    with pytest.raises(RecordError, match="malformed"):
+        decode_engine_message(encode(report))

@@ -49,6 +49,8 @@ CALLS = {
     "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids": ["self", "draft_token_ids"],
     "vllm.v1.core.sched.scheduler:Scheduler.has_unfinished_requests": ["self"],
     "vllm.v1.core.sched.scheduler:Scheduler.set_pause_state": ["self", "pause_state"],
+    "vllm.v1.core.sched.scheduler:Scheduler.get_request_counts": ["self"],
+    "vllm.v1.core.sched.scheduler:Scheduler.shutdown": ["self"],
     # policy_swap.py
     "vllm.v1.engine.async_llm:AsyncLLM.pause_generation": ["self", "mode", "clear_cache"],
     "vllm.v1.engine.async_llm:AsyncLLM.resume_generation": ["self"],
