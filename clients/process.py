@@ -56,6 +56,9 @@ class ServerProcess:
     unless ``log`` names another file; it is appended to, so a restarted server keeps its story.
     """
 
+    ready_path = "/ready"
+    """Answers 200 once requests are served."""
+
     def __init__(
         self,
         home: Path,
@@ -244,12 +247,12 @@ class ServerProcess:
                 if code is not None:
                     raise ServerFailed(f"the server ended with exit code {code}", code, self.tail())
                 try:
-                    if client.get("/health").status_code == 200:
+                    if client.get(self.ready_path).status_code == 200:
                         return
                 except httpx.HTTPError:
                     pass  # not listening yet; the deadline below bounds the wait
                 if time.monotonic() > deadline:
-                    waited = f"no answer from /health within {self._start_deadline:.0f} s"
+                    waited = f"not ready on {self.ready_path} within {self._start_deadline:.0f} s"
                     raise ServerFailed(waited, None, self.tail())
                 time.sleep(0.2)
 

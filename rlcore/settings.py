@@ -152,6 +152,16 @@ class ServeSettings(CommonSettings):
     )
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on")
     api_key: SecretStr | None = Field(None, description="Key that every route asks for")
+    max_running: int | None = Field(
+        None, ge=1, description="Requests that the engine works on at once; default: vLLM's max_num_seqs"
+    )
+    max_waiting: int | None = Field(
+        None,
+        ge=0,
+        description="Requests that may wait besides, before more are refused with 429; default: as many as "
+        "may run",
+    )
+    max_body_mib: float = Field(16.0, gt=0, description="Largest body of a request, MiB")
     drain_s: float = Field(
         30.0, ge=0, description="Seconds that running requests are given to end at a shutdown"
     )
@@ -329,7 +339,8 @@ def _of(used: type[BaseModel], values: dict[str, Any], known: type[BaseModel]) -
         own = used.model_fields[key].annotation
         if isinstance(value, dict) and isinstance(own, type) and issubclass(own, BaseModel):
             other = known.model_fields[key].annotation
-            assert isinstance(other, type) and issubclass(other, BaseModel)
+            assert isinstance(other, type)
+            assert issubclass(other, BaseModel)
             value = _of(own, value, other)
         kept[key] = value
     return kept

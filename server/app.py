@@ -43,6 +43,7 @@ from server.learner_process import LearnerProcess
 from server.listener import Listener, listening, make_listener
 from server.metrics import PacelineCollector
 from server.middleware import DraftAccount, KeyGuard
+from server.overload import Places
 from server.policy import TARGET_VERSION, Policy
 from server.routes import router
 from server.shutdown import Stop
@@ -68,7 +69,12 @@ async def serve(
     policy: Policy,
 ) -> None:
     """Listen, bring everything up, serve until told to stop, and take it down in the opposite order."""
-    front, stop = Front(), Stop()
+    front = Front(
+        Places(running=0, waiting=0),  # known with the engine
+        most_body=int(settings.max_body_mib * 2**20),
+        most_fields=args.h11_max_header_count,
+    )
+    stop = Stop()
     engine_link = EngineLink(link_endpoint)
     background = [engine_link.run()]
     learner_link = None
@@ -90,6 +96,7 @@ async def serve(
         started=time.time(),
         ready=lambda: front.ready,
         engine_restarts=lambda: keeper.restarts,
+        refused=front.refused,
     )
     engine_link.on_report.append(state.look_for_collapse)
     inner = Inner(settings, args, state, front)
@@ -105,6 +112,10 @@ async def serve(
         await engine_link.wait_for_worker(WORKER_DEADLINE)
         connect(llm, drafts, policy, engine_link)
         await inner.install(llm)
+        running = llm.vllm_config.scheduler_config.max_num_seqs
+        waiting = settings.max_waiting
+        front.places.running = running
+        front.places.waiting = running if waiting is None else waiting
 
     def remove() -> None:
         drafts.disconnect()

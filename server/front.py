@@ -11,10 +11,12 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.overload import LONGEST_RETRY, MAX_HEAD_BYTES, Body, Places, Refusal, check_head
 
 State = Literal["starting", "ready", "restarting", "draining", "failed"]
 
@@ -30,9 +32,6 @@ take many minutes to load."""
 FIRST_GUESS = 15.0
 """Seconds to come back after, before any start was measured."""
 
-LONGEST_RETRY = 60
-"""Seconds; clients of the openai package follow no longer ones."""
-
 WORDS: dict[State, str] = {
     "starting": "The server is starting; the model is being loaded.",
     "ready": "The server is ready.",
@@ -42,18 +41,34 @@ WORDS: dict[State, str] = {
 }
 
 
+KINDS = {429: "rate_limit_error", 503: "service_unavailable", 408: "timeout_error"}
+"""Types of errors, as OpenAI has them."""
+
+
 class Front:
     """``inner`` is the app behind it; ``state`` says whether it is asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: Places, most_body: int, most_fields: int) -> None:
+        """Bytes of a request's body, and its headers, at most."""
         self.inner: ASGIApp | None = None
-        self.state: State = "starting"
+        self.places = places
+        self.most_body = most_body
+        self.most_fields = most_fields
+        self.refused: dict[str, int] = {}
+        """Requests answered here instead of inside, by code."""
+        self.engine_died: Callable[[], bool] = lambda: False
+        """Known at once, where the state is known a moment later."""
+        self._state: State = "starting"
         self._since = time.monotonic()
         self._last_start: float | None = None
         """Seconds the last start took."""
         self._running: set[asyncio.Task[None] | None] = set()
         self._observing = 0
         self._ending = False
+
+    @property
+    def state(self) -> State:
+        return "restarting" if self._state == "ready" and self.engine_died() else self._state
 
     @property
     def ready(self) -> bool:
@@ -73,12 +88,12 @@ class Front:
 
     def change(self, state: State) -> None:
         """Enter a state. Once it drains or has failed, it is never ready again."""
-        if self.state in ("draining", "failed") and state != "failed":
+        if self._state in ("draining", "failed") and state != "failed":
             return
         now = time.monotonic()
         if state == "ready":
             self._last_start = now - self._since
-        self.state, self._since = state, now
+        self._state, self._since = state, now
 
     def retry_after(self) -> int:
         """Whole seconds after which asking again is worth it."""
@@ -98,8 +113,12 @@ class Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] in (LIVE, READY):
             await self._probe(scope, send)
-        elif self.inner is not None and (self.ready or _observes(scope)):
-            await self._pass_on(self.inner, scope, receive, send)
+        elif scope["type"] == "websocket" and self.inner is not None and self.ready:
+            await self.inner(scope, receive, send)
+        elif (
+            scope["type"] == "http" and self.inner is not None and (self.ready or _observes(scope))
+        ):
+            await self._let_in(self.inner, scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1013})
         elif scope["type"] == "http":
@@ -110,23 +129,55 @@ class Front:
         well = self.live if scope["path"] == LIVE else self.ready
         headers = [] if well else [(b"retry-after", str(self.retry_after()).encode())]
         if scope["method"] not in ("GET", "HEAD"):
-            await answer(send, 405, _error(405, "method_not_allowed", "Only GET and HEAD."))
+            refusal = Refusal(405, "method_not_allowed", "Only GET and HEAD.")
+            await self._refuse(send, refusal)
             return
         body = {"status": self.state}
         await answer(send, 200 if well else 503, body, [*headers, (b"cache-control", b"no-store")])
 
     async def _turn_away(self, send: Send) -> None:
-        # The connection ends too: a client that keeps it would come back to a server that is leaving.
-        headers = [(b"retry-after", str(self.retry_after()).encode())]
-        if self.state in ("draining", "failed"):
+        state = self.state
+        refusal = Refusal(503, state, WORDS[state], self.retry_after())
+        # A client that keeps the connection would come back to a server that is leaving.
+        await self._refuse(send, refusal, close=state in ("draining", "failed"))
+
+    async def _refuse(self, send: Send, refusal: Refusal, close: bool = False) -> None:
+        self.refused[refusal.code] = self.refused.get(refusal.code, 0) + 1
+        headers = []
+        if refusal.retry_after is not None:
+            headers.append((b"retry-after", str(refusal.retry_after).encode()))
+        if close:
             headers.append((b"connection", b"close"))
-        await answer(send, 503, _error(503, self.state, WORDS[self.state]), headers)
+        kind = KINDS.get(refusal.status, "invalid_request_error")
+        error = {"message": refusal.message, "type": kind, "param": None, "code": refusal.code}
+        await answer(send, refusal.status, {"error": error}, headers)
+
+    async def _let_in(self, inner: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Within the limits."""
+        refusal = check_head(scope["headers"], self.most_fields, MAX_HEAD_BYTES, self.most_body)
+        if refusal is not None:
+            await self._refuse(send, refusal, close=True)
+            return
+        if not _takes_a_place(scope):
+            await self._pass_on(inner, scope, receive, send)
+            return
+        refusal = self.places.enter(time.monotonic())
+        if refusal is not None:
+            await self._refuse(send, refusal)
+            return
+        try:
+            await self._pass_on(inner, scope, receive, send)
+        finally:
+            self.places.leave(time.monotonic())
 
     async def _pass_on(self, inner: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         started = complete = False
+        body = Body(receive, self.most_body)
 
         async def send_on(message: Message) -> None:
             nonlocal started, complete
+            if body.refusal is not None and not started:
+                return  # the app believes that the client has gone
             if message["type"] == "http.response.start":
                 started = True
                 if message["status"] == 503:
@@ -139,25 +190,26 @@ class Front:
         self._running.add(task)
         self._observing += observes
         try:
-            await inner(scope, receive, send_on)
+            await inner(scope, body, send_on)
         except asyncio.CancelledError:
-            if not self._ending or scope["type"] != "http":
+            if not self._ending:
                 raise
             if not started:
                 await self._turn_away(send)
             elif not complete:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except Exception:
+            if body.refusal is None:
+                raise
         finally:
             self._running.discard(task)
             self._observing -= observes
+        if body.refusal is not None and not started:
+            await self._refuse(send, body.refusal, close=True)
 
 
 def _observes(scope: Scope) -> bool:
-    return (
-        scope["type"] == "http"
-        and scope["method"] in ("GET", "HEAD")
-        and str(scope["path"]).startswith(OBSERVED)
-    )
+    return scope["method"] in ("GET", "HEAD") and str(scope["path"]).startswith(OBSERVED)
 
 
 def _add_retry(message: Message, seconds: int) -> None:
@@ -166,9 +218,9 @@ def _add_retry(message: Message, seconds: int) -> None:
         message["headers"] = [*headers, (b"retry-after", str(seconds).encode())]
 
 
-def _error(status: int, code: str, message: str) -> dict[str, object]:
-    kind = "service_unavailable" if status == 503 else "invalid_request_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+def _takes_a_place(scope: Scope) -> bool:
+    """Whether the engine may have to work for it; our own routes and reading cost next to nothing."""
+    return scope["method"] == "POST" and not str(scope["path"]).startswith("/v1/paceline/")
 
 
 async def answer(

@@ -53,6 +53,7 @@ class EngineKeeper:
         self._install = install
         self._remove = remove
         self._starting: asyncio.Future[PacelineLLM] | None = None
+        front.engine_died = lambda: self.llm is None or self.llm.errored
 
     async def run(self) -> None:
         """Keep an engine running for ever; raises ServeError when there is none and will be none."""

@@ -18,18 +18,13 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from rlcore.log import get_logger
-
-log = get_logger("server")
+from server.overload import MAX_HEAD_BYTES
 
 KEEP_ALIVE = 5
 """Seconds an idle connection is kept."""
 
 HEAD_DEADLINE = 30.0
 """Seconds from the first byte of a request, or from connecting, to the end of its headers."""
-
-MAX_HEAD_BYTES = 64 * 1024
-"""Of request line and headers. Where a proxy's keys and traces need more, that is not a head any more."""
 
 LINGER = 2
 """Seconds that responses which were ended are given to leave, before connections are cut."""

@@ -35,6 +35,11 @@ class PacelineCollector(Collector):
             "Times the engine was started again after it died",
             value=self._state.engine_restarts(),
         )
+        yield _by_reason(
+            "paceline_requests_refused",
+            "Requests turned away before the engine saw them, by reason",
+            self._state.refused,
+        )
 
     def _acceptance(self) -> Iterator[Metric]:
         length = GaugeMetricFamily(

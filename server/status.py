@@ -35,6 +35,8 @@ class ServerState:
     """Whether every request has to bring a key."""
     engine_restarts: Callable[[], int] = lambda: 0
     ready: Callable[[], bool] = lambda: True
+    refused: dict[str, int] = field(default_factory=dict)
+    """Requests that the front answered itself, by code."""
     collapse: CollapseAlarm = field(default_factory=CollapseAlarm)
 
     def acceptance(self) -> dict[int, AcceptanceCount]:

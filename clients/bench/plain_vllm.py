@@ -37,6 +37,8 @@ ENVIRONMENT = {
 class VllmServer(ServerProcess):
     """``target`` is a model folder; ``log`` lies beside ``folder``, as for ``paceline serve``."""
 
+    ready_path = "/health"
+
     def __init__(
         self, folder: Path, target: Path, flags: Sequence[str], *, start_deadline_s: float
     ) -> None:

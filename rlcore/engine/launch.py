@@ -84,6 +84,7 @@ def engine_arguments(
     args.host, args.port = settings.host, settings.port
     args.dtype = settings.dtype
     args.max_model_len = settings.max_model_len or args.max_model_len
+    args.max_num_seqs = settings.max_running or args.max_num_seqs
     args.enforce_eager = args.enforce_eager or (
         current_platform.is_cpu() and settings.enforce_eager
     )

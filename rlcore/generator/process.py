@@ -82,7 +82,7 @@ class ChildServer:
                 if not self.alive:
                     raise GeneratorError(f"the server did not start; its log ends:\n{self._tail()}")
                 with contextlib.suppress(httpx.HTTPError):
-                    if (await client.get("/health")).status_code == 200:
+                    if (await client.get("/ready")).status_code == 200:
                         return
                 await asyncio.sleep(0.3)
 

@@ -109,7 +109,7 @@ class ServerGenerator:
     async def healthy(self) -> bool:
         """Whether it answers and its engine is alive."""
         try:
-            await self._request("GET", "/health", None, STATUS_DEADLINE, {})
+            await self._request("GET", "/ready", None, STATUS_DEADLINE, {})
         except GeneratorError:
             return False
         return True

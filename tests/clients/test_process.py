@@ -33,7 +33,7 @@ if args.how == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200 if self.path == "/health" else 404); self.end_headers()
+        self.send_response(200 if self.path == "/ready" else 404); self.end_headers()
     def log_message(self, *args): pass
 http.server.HTTPServer(("127.0.0.1", args.port), Handler).serve_forever()
 """
@@ -49,7 +49,7 @@ def command(tmp_path: Path) -> list[str]:
 def test_it_serves_and_is_gone_after_the_block(tmp_path: Path, command: list[str]) -> None:
     with ServerProcess(tmp_path / "home", command=command) as server:
         assert server.alive
-        assert server.get("/health").status_code == 200
+        assert server.get("/ready").status_code == 200
         assert server.start_seconds is not None
         assert server.cpu_seconds() > 0
         pid = server.pid
@@ -73,7 +73,7 @@ def test_a_server_that_never_answers_is_ended_at_the_deadline(
     server = ServerProcess(
         tmp_path / "home", ["--how", "sleep"], command=command, start_deadline_s=1.0
     )
-    with pytest.raises(ServerFailed, match=r"(?s)no answer from /health within 1 s.*starting with"):
+    with pytest.raises(ServerFailed, match=r"(?s)not ready on /ready within 1 s.*starting with"):
         server.start()
     assert not server.alive
 

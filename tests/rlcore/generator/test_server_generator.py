@@ -232,7 +232,7 @@ def test_a_server_without_its_engine_is_gone(code):
 def test_a_server_that_answers_is_healthy():
     with answering(b"") as (url, asked):
         assert asking(url, lambda generator: generator.healthy()) is True
-    assert asked[0][0] == "/health"
+    assert asked[0][0] == "/ready"
 
 
 def test_nobody_there_is_gone():
