@@ -18,6 +18,8 @@ SUMMARIES = {
     "config": "print the settings a command would run with",
     "rl-train": "train a policy with reinforcement learning on the engine that serves it",
     "rl-eval": "measure a policy folder, or a running server, on held-out tasks",
+    "chat": "talk to a served model, and see which tokens were drafted",
+    "top": "watch a server's drafter at work",
     "bench": "compare servers on the same requests: no speculation, frozen and learning drafters",
 }
 """Said without importing the commands, some of which take seconds to import."""

@@ -1,0 +1,1 @@
+"""``paceline chat``: a conversation in the terminal that shows which tokens were drafted."""

@@ -1,0 +1,1 @@
+"""``paceline top``: the dashboard in a terminal."""
