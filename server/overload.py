@@ -67,7 +67,7 @@ class Places:
         self.waiting = waiting
         self.taken = 0
         self.turned_away = 0
-        self._busy_since: float | None = None
+        self._busy_since = 0.0
         """When there last was nobody; rates count time with somebody inside only."""
         self._ends: deque[float] = deque()
 
@@ -95,7 +95,6 @@ class Places:
             self._ends.popleft()
 
     def _retry_after(self, now: float) -> int:
-        assert self._busy_since is not None
         recent = [end for end in self._ends if now - end <= RATE_WINDOW]
         return retry_after(self.waiting, len(recent), min(RATE_WINDOW, now - self._busy_since))
 
