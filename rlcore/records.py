@@ -115,6 +115,9 @@ class VerifyTrace(msgspec.Struct, tag="trace", tag_field="kind"):
     adapter: Id = ""
     """LoRA adapter that the request named; empty for the target itself, and in traces from before there
     were adapters."""
+    ended: float = 0.0
+    """When the response ended: seconds since the epoch by the server's clock, which does not go back
+    while it runs. Retention and purges go by it. 0 in traces from before it was kept."""
     schema: int = SCHEMA_VERSION
 
     def emitted_ids(self) -> list[int]:
@@ -335,6 +338,8 @@ class RequestEnd(msgspec.Struct, tag="request_end", tag_field="kind"):
     output_tokens: Count
     tenant: Id = "default"
     learn: bool = True
+    ended: float = 0.0
+    """Seconds since the epoch."""
     schema: int = SCHEMA_VERSION
 
 
@@ -342,6 +347,13 @@ class CoresSpared(msgspec.Struct, tag="cores_spared", tag_field="kind"):
     """The server's word on how many cores the model leaves to others for the time being."""
 
     cores: Count
+    schema: int = SCHEMA_VERSION
+
+
+class ForgetTenant(msgspec.Struct, tag="forget_tenant", tag_field="kind"):
+    """The server's word that no span of a tenant that the engine still holds is to be sent."""
+
+    tenant: Id
     schema: int = SCHEMA_VERSION
 
 
@@ -364,6 +376,8 @@ class Hello(msgspec.Struct, tag="hello", tag_field="kind"):
     """Of a target version that was published to the server; empty for its own target."""
     rest: bool = False
     """The learner is not to compute for the time being: its cores are needed."""
+    replay_shares: dict[Id, Annotated[float, Meta(gt=0, le=1)]] = {}
+    """The most that a tenant may be of what is learned from; those that may be everything are not in it."""
     schema: int = SCHEMA_VERSION
 
 
@@ -453,6 +467,49 @@ class TargetTensors(msgspec.Struct, tag="target_tensors", tag_field="kind"):
     schema: int = SCHEMA_VERSION
 
 
+class Purge(msgspec.Struct, tag="purge", tag_field="kind"):
+    """The order to delete everything of a tenant that ended up to a moment, wherever it is kept.
+
+    It may come again, and is answered each time.
+    """
+
+    purge_id: Id
+    tenant: Id
+    until: Annotated[float, Meta(ge=0)]
+    """Seconds since the epoch; traces of responses that ended up to then are refused for ever."""
+    schema: int = SCHEMA_VERSION
+
+
+class PurgeCounts(msgspec.Struct):
+    """What a purge has deleted."""
+
+    replay_spans: Count = 0
+    """In memory, to be trained on."""
+    heldout_spans: Count = 0
+    """In memory, to judge by."""
+    journal_traces: Count = 0
+    """Of the replay on disk."""
+    recorded_traces: Count = 0
+    """In recordings."""
+
+    def plus(self, other: PurgeCounts) -> PurgeCounts:
+        return PurgeCounts(
+            self.replay_spans + other.replay_spans,
+            self.heldout_spans + other.heldout_spans,
+            self.journal_traces + other.journal_traces,
+            self.recorded_traces + other.recorded_traces,
+        )
+
+
+class Purged(msgspec.Struct, tag="purged", tag_field="kind"):
+    """Answer to Purge, when everything is gone from memory and from the disk; or why it is not."""
+
+    purge_id: Id
+    deleted: PurgeCounts
+    error: str | None = None
+    schema: int = SCHEMA_VERSION
+
+
 class Verdict(msgspec.Struct, tag="verdict", tag_field="kind"):
     """What the server did with a version that it was told to make live."""
 
@@ -465,10 +522,10 @@ class Verdict(msgspec.Struct, tag="verdict", tag_field="kind"):
     schema: int = SCHEMA_VERSION
 
 
-EngineMessage = EngineReport | SpeculationReport | RequestEnd | CoresSpared
+EngineMessage = EngineReport | SpeculationReport | RequestEnd | CoresSpared | ForgetTenant
 LearnerMessage = (
     Hello | LearnerReport | Announce | Retreat | FetchDraft | DraftFiles | Verdict
-    | FetchTarget | TargetTensors
+    | FetchTarget | TargetTensors | Purge | Purged
 )  # fmt: skip
 Message = VerifyTrace | EngineMessage | LearnerMessage
 

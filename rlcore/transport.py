@@ -1,8 +1,9 @@
 """ZeroMQ sockets as every part of Paceline opens them, and non-blocking multipart send and receive.
 
-Ends are ipc or loopback TCP only: traces are text, and the link is not encrypted. Frames travel
-without a copy and without pickle. A message larger than a receiver's limit is dropped by ZeroMQ
-itself, before it is allocated.
+Ends are ipc or loopback TCP, because traces are text; with CURVE keys (``rlcore.curve``) the link is
+encrypted, both ends know each other, and it may leave the machine. Frames travel without a copy and
+without pickle. A message larger than a receiver's limit is dropped by ZeroMQ itself, before it is
+allocated.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import zmq
+
+from rlcore.curve import Curve
 
 MAX_FRAME_BYTES = 512 * 1024 * 1024
 """The largest frame a trace socket takes: the states of a very long span."""
@@ -31,14 +34,14 @@ class EndpointError(ValueError):
     """An address that must not or cannot be used."""
 
 
-def check_endpoint(endpoint: str) -> str:
-    """The endpoint itself, if it stays on this machine; raises EndpointError."""
+def check_endpoint(endpoint: str, *, encrypted: bool = False) -> str:
+    """The endpoint itself, if it stays on this machine or is encrypted; raises EndpointError."""
     parts = urlsplit(endpoint)
     if parts.scheme == "ipc" and endpoint != "ipc://":
         return endpoint
     if parts.scheme == "tcp" and parts.hostname and parts.port:
         host = parts.hostname
-        if host == "localhost":
+        if encrypted or host == "localhost":
             return endpoint
         try:
             if ipaddress.ip_address(host).is_loopback:
@@ -47,14 +50,14 @@ def check_endpoint(endpoint: str) -> str:
             pass
         raise EndpointError(
             f"{endpoint} leaves this machine and the link is not encrypted; "
-            "use a loopback address, and an ssh tunnel to reach another machine"
+            "use a loopback address, or give both ends CURVE keys (paceline keys curve)"
         )
     raise EndpointError(f"{endpoint!r} is not an address like tcp://127.0.0.1:5557 or ipc:///path")
 
 
-def learner_endpoints(base: str) -> tuple[str, str]:
+def learner_endpoints(base: str, *, encrypted: bool = False) -> tuple[str, str]:
     """(traces, control) of a learner bound at ``base``: two ports, or two socket files."""
-    check_endpoint(base)
+    check_endpoint(base, encrypted=encrypted)
     parts = urlsplit(base)
     if parts.scheme == "tcp":
         if parts.port == 65535:
@@ -71,9 +74,10 @@ def open_socket(
     bind: bool,
     high_water: int = 256,
     max_frame_bytes: int = MAX_FRAME_BYTES,
+    curve: Curve | None = None,
 ) -> Socket:
     """A socket that never lingers at exit. Raises EndpointError when the address cannot be bound."""
-    check_endpoint(endpoint)
+    check_endpoint(endpoint, encrypted=curve is not None)
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, high_water)
@@ -84,6 +88,8 @@ def open_socket(
     if kind == zmq.PUSH:
         # Queue only for a peer that is there: with none, a send says so at once.
         socket.setsockopt(zmq.IMMEDIATE, 1)
+    if curve is not None:
+        curve.secure(socket)
     try:
         if bind:
             socket.bind(endpoint)

@@ -14,9 +14,12 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import msgspec
 import zmq
 
+from rlcore.curve import curve_client
 from rlcore.engine.options import EngineOptions
 from rlcore.engine.shares import Shares
 from rlcore.engine.spans import Span, trim
@@ -24,6 +27,7 @@ from rlcore.records import (
     CaptureCounts,
     CoresSpared,
     EngineReport,
+    ForgetTenant,
     RecordError,
     RequestEnd,
     decode_engine_message,
@@ -76,9 +80,14 @@ class Courier(threading.Thread):
         """The server's last word on it."""
         self._link: zmq.Socket[bytes]
         self._traces: zmq.Socket[bytes] | None = None
+        secret, server_key = options.trace_secret_file, options.trace_server_key_file
+        self._curve = curve_client(
+            None if secret is None else Path(secret),
+            None if server_key is None else Path(server_key),
+        )
         for endpoint in (options.link_endpoint, options.trace_endpoint):
             if endpoint is not None:
-                check_endpoint(endpoint)
+                check_endpoint(endpoint, encrypted=self._curve is not None)
 
     def offer(self, request_id: str, span: Span | None, final: bool) -> None:
         """Take a span, or the news that a request has no more; when full, the oldest span goes."""
@@ -109,7 +118,9 @@ class Courier(threading.Thread):
         context = zmq.Context()
         self._link = open_socket(context, zmq.DEALER, self._options.link_endpoint, bind=False)
         if self._options.trace_endpoint is not None:
-            self._traces = open_socket(context, zmq.PUSH, self._options.trace_endpoint, bind=False)
+            self._traces = open_socket(
+                context, zmq.PUSH, self._options.trace_endpoint, bind=False, curve=self._curve
+            )
         try:
             self._serve()
         finally:
@@ -145,6 +156,8 @@ class Courier(threading.Thread):
                 continue
             if isinstance(message, CoresSpared):
                 self.cores_spared = message.cores
+            elif isinstance(message, ForgetTenant):
+                self._forget(message.tenant)
             elif isinstance(message, RequestEnd):
                 steps, emitted = self._drafted(message.request_id)
                 share = self.tenants.of(message.tenant)
@@ -184,10 +197,24 @@ class Courier(threading.Thread):
         trimmed = [trim(span, span.trace.prompt_length + end.output_tokens) for span in held.spans]
         spans = [span for span in trimmed if span is not None]
         for index, span in enumerate(spans):
-            span.trace.tenant = end.tenant
+            span.trace.tenant, span.trace.ended = end.tenant, end.ended
             # Known only now: the engine's last span may be empty, or be cut away.
             span.trace.final = index == len(spans) - 1
             self._push(span)
+
+    def _forget(self, tenant: str) -> None:
+        """Drop what is held of a tenant's ended requests; those under way end without learning."""
+        self._take_spans()
+        for request_id, end in list(self._ends.items()):
+            if end.tenant != tenant:
+                continue
+            held = self._held.get(request_id)
+            if held is not None:
+                self._held_spans -= len(held.spans)
+                for _ in held.spans:
+                    self.drop("purged")
+                held.spans.clear()
+            self._ends[request_id] = msgspec.structs.replace(end, learn=False)
 
     def _expire(self) -> None:
         now = time.monotonic()

@@ -27,6 +27,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     capture_rate: float
     capture_span_tokens: int
     capture_queue: int
+    policy_rank: int = 0
+    """Largest rank of the adapters that are the policy's versions; 0: they are whole checkpoints."""
+    trace_secret_file: str | None = None
+    """This side's CURVE keys for the trace socket, by their file's name: vLLM logs its configuration."""
+    trace_server_key_file: str | None = None
+    """The learner's public key."""
     cores: int = 0
     """The model computes on, less those that the server has it spare; 0: not ours to set."""
 
