@@ -67,12 +67,12 @@ class ShareSample(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     tokens: int
     """Served since the start."""
-    running: int
-    """Requests that have been taken and not ended."""
+    running: int | None
+    """Requests that have been taken and not ended; not counted by adapter."""
     acceptance_length: float | None
-    """Of its requests that ended in the window; the last such value when none did."""
-    traces: int
-    """Spans sent to the learner since the start."""
+    """In the window, the last known when it holds nothing. A tenant's counts when its requests end."""
+    traces: int | None
+    """Spans sent to the learner since the start; not counted by adapter."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,16 +36,19 @@ from rlcore.settings import ServeSettings
 from server.cores import share_cores
 from server.drafts import Drafts
 from server.engine_link import EngineLink
+from server.feed import Feed
 from server.front import READY, Front
 from server.keeper import EngineKeeper, kill_engine_processes
 from server.learner_link import LearnerLink
 from server.learner_process import LearnerProcess
 from server.listener import Listener, listening, make_listener
 from server.metrics import PacelineCollector
+from server.metrics_gain import GainCollector
 from server.middleware import DraftAccount, KeyGuard
 from server.overload import Places
 from server.policy import TARGET_VERSION, Policy
 from server.routes import router
+from server.routes_feed import router as feed_router
 from server.shutdown import Stop
 from server.status import ServerState
 
@@ -99,7 +102,9 @@ async def serve(
         refused=front.refused,
     )
     engine_link.on_report.append(state.look_for_collapse)
-    inner = Inner(settings, args, state, front)
+    feed = Feed(state)
+    background.append(feed.run())
+    inner = Inner(settings, args, state, feed, front)
 
     def arguments() -> Namespace:
         drafts.fall_back()
@@ -111,6 +116,7 @@ async def serve(
         await policy.restore(swapper(llm))
         await engine_link.wait_for_worker(WORKER_DEADLINE)
         connect(llm, drafts, policy, engine_link)
+        state.served = llm.served
         await inner.install(llm)
         running = llm.vllm_config.scheduler_config.max_num_seqs
         waiting = settings.max_waiting
@@ -127,6 +133,7 @@ async def serve(
     scheme = "https" if args.ssl_certfile else "http"
     log.info("listening", url=f"{scheme}://{settings.host}:{settings.port}/v1", ready=READY)
     REGISTRY.register(PacelineCollector(state))
+    REGISTRY.register(GainCollector(state, feed))
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(stop.on_signals())
         stack.callback(engine_link.close)
@@ -200,11 +207,17 @@ class Inner:
     """The app behind the front: made for the first engine, and given each further one."""
 
     def __init__(
-        self, settings: ServeSettings, args: Namespace, state: ServerState, front: Front
+        self,
+        settings: ServeSettings,
+        args: Namespace,
+        state: ServerState,
+        feed: Feed,
+        front: Front,
     ) -> None:
         self._settings = settings
         self._args = args
         self._state = state
+        self._feed = feed
         self._front = front
         self._app: FastAPI | None = None
         self._llm: PacelineLLM
@@ -230,8 +243,10 @@ class Inner:
         """vLLM's app with our routes and our wrapping."""
         app = build_app(self._args, tasks, llm.model_config)
         app.state.paceline = self._state
+        app.state.paceline_feed = self._feed
         app.state.server = None  # vLLM ends this one when its engine dies, unless told to keep it
         app.include_router(router)
+        app.include_router(feed_router)
 
         async def acceptance_of(engine_ids: list[str]) -> list[dict[str, Any]]:
             answers = await self._llm.collective_rpc(

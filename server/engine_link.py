@@ -22,6 +22,7 @@ from rlcore.records import (
     encode,
 )
 from rlcore.transport import open_socket
+from server.totals import added, added_speculation
 
 log = get_logger("server")
 
@@ -29,20 +30,24 @@ log = get_logger("server")
 class EngineLink:
     """Bound before the engine starts; its workers and its scheduler connect to it.
 
-    ``report`` is a worker's newest report, ``speculation`` the scheduler's.
+    ``report`` is a worker's newest report, ``speculation`` the scheduler's; their totals are those since the
+    server started, whichever engine counted them.
     """
 
     def __init__(self, endpoint: str) -> None:
         self._socket = open_socket(zmq.asyncio.Context.instance(), zmq.ROUTER, endpoint, bind=True)
         self._workers: set[bytes] = set()
+        self._peers: set[bytes] = set()
+        """All that the present engine speaks with."""
         self._gone: set[bytes] = set()
+        """Those of engines that died."""
         self._before: EngineReport | None = None
-        """Of engines that died: the last report of the newest, with the totals of all."""
-        self._heard = False
-        """Whether the present engine has reported."""
+        self._speculation_before: SpeculationReport | None = None
+        """The last ones of an engine that died, with the totals of all before it."""
         self.report: EngineReport | None = None
         self.reported_at = 0.0
         self.speculation: SpeculationReport | None = None
+        self.speculation_at = 0.0
         self.on_report: list[Callable[[EngineReport], None]] = []
         self.rejected = 0
 
@@ -58,15 +63,17 @@ class EngineLink:
                 self.rejected += 1
                 log.warning("an engine message was dropped", reason=str(error))
                 continue
+            self._peers.add(frames[0])
             if isinstance(message, SpeculationReport):
-                self.speculation = message
+                earlier = self._speculation_before
+                self.speculation = added_speculation(earlier, message) if earlier else message
+                self.speculation_at = time.monotonic()
             elif isinstance(message, EngineReport):
                 self._workers.add(frames[0])
-                self._heard = True
-                self.report = message if self._before is None else added(self._before, message)
+                self.report = added(self._before, message) if self._before else message
                 self.reported_at = time.monotonic()
                 for heard in self.on_report:
-                    heard(message)
+                    heard(self.report)
 
     def send_end(self, end: RequestEnd) -> None:
         """Tell every worker how a request ended. Never waits; a full queue costs that one trace."""
@@ -88,28 +95,18 @@ class EngineLink:
     async def wait_for_worker(self, deadline: float) -> None:
         """Until the engine's first report is here; raises TimeoutError after ``deadline`` seconds."""
         async with asyncio.timeout(deadline):
-            while not self._heard:
+            while not self._workers:
                 await asyncio.sleep(0.05)
 
     def forget_workers(self) -> None:
         """The engine has died: its workers are gone, its totals stay."""
-        self._gone |= self._workers
-        self._workers = set()
-        self._heard = False
+        self._gone |= self._peers
+        self._workers, self._peers = set(), set()
         if self.report is not None:
             self.report = msgspec.structs.replace(self.report, running=0)
-        self._before = self.report
+        if self.speculation is not None:
+            self.speculation = msgspec.structs.replace(self.speculation, running=0, waiting=0)
+        self._before, self._speculation_before = self.report, self.speculation
 
     def close(self) -> None:
         self._socket.close()
-
-
-def added(before: EngineReport, now: EngineReport) -> EngineReport:
-    """The newer report with the totals of both."""
-    acceptance = {count.version: count for count in before.acceptance}
-    for count in now.acceptance:
-        earlier = acceptance.get(count.version)
-        acceptance[count.version] = count if earlier is None else earlier.plus(count)
-    return msgspec.structs.replace(
-        now, acceptance=list(acceptance.values()), capture=before.capture.plus(now.capture)
-    )

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from rlcore.engine.shares import ServedCount
 from rlcore.log import get_logger
 from rlcore.records import AcceptanceCount, AdapterAcceptance, CaptureCounts, EngineReport
 from server.collapse import CollapseAlarm
@@ -37,6 +38,8 @@ class ServerState:
     ready: Callable[[], bool] = lambda: True
     refused: dict[str, int] = field(default_factory=dict)
     """Requests that the front answered itself, by code."""
+    served: Callable[[], dict[str, ServedCount]] = dict
+    """By tenant: what clients were given since the engine started."""
     collapse: CollapseAlarm = field(default_factory=CollapseAlarm)
 
     def acceptance(self) -> dict[int, AcceptanceCount]:
