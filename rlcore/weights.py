@@ -32,6 +32,10 @@ CONFIG = "config.json"
 MANIFEST = "manifest.json"
 FILES = (WEIGHTS, CONFIG, MANIFEST)
 
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+"""What peft calls them; a folder with this one holds a LoRA adapter."""
+
 MAX_WEIGHT_BYTES = 64 * 1024**3
 
 

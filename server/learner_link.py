@@ -199,7 +199,7 @@ class LearnerLink:
             await self._send(answer)
             return
         try:
-            tensors = await asyncio.to_thread(shared_with_drafters, policy.folder)
+            tensors = await asyncio.to_thread(shared_with_drafters, policy.checkpoint)
         except TargetError as error:
             log.warning("the learner cannot follow the policy", version=version, reason=str(error))
             await self._send(TargetTensors(version, error=str(error)))

@@ -219,6 +219,8 @@ class _UsageWriter:
         account: dict[str, Any] = {}
         if self._acceptance_of is not None:
             account["versions"] = await self._acceptance_of(self._ticket.engine_ids)
+        if self._ticket.adapter:
+            account["adapter"] = self._ticket.adapter
         if self._policies:
             account["policy_versions"] = self._ticket.policy_versions
         holder["usage"]["paceline"] = account

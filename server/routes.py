@@ -55,15 +55,16 @@ async def get_drafts(request: Request) -> dict[str, Any]:
 
 
 class PolicyVersion(BaseModel):
-    """A checkpoint to make live."""
+    """A checkpoint to make live, or a LoRA adapter where the server was started for those."""
 
     model_config = ConfigDict(extra="forbid")
 
     folder: Path
-    """Absolute, as the server sees it: ``config.json`` and ``model.safetensors``."""
+    """Absolute, as the server sees it: ``config.json`` and ``model.safetensors``, or peft's
+    ``adapter_config.json`` and ``adapter_model.safetensors``."""
     version: int = Field(ge=0)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    """Of ``model.safetensors``."""
+    """Of the weights file."""
 
 
 @router.get("/policy")

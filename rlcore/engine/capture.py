@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from rlcore.engine.adapter_counts import AdapterCounts, name_of
 from rlcore.engine.spans import RequestFacts, Span, SpanBuilder
 from rlcore.records import AcceptanceCount, RecordError, Sampling, VerifyStep
 
@@ -85,6 +86,7 @@ class Capture:
         self._given_up: set[str] = set()
         self._proposed_by: dict[str, int] = {}
         self.acceptance: dict[int, AcceptanceCount] = {}
+        self.adapters = AdapterCounts()
         self._by_request: OrderedDict[str, dict[int, AcceptanceCount]] = OrderedDict()
 
     def finish(self, request_ids: set[str]) -> None:
@@ -175,19 +177,21 @@ class Capture:
         for row, sampled in zip(view.rows, output.sampled_token_ids, strict=True):
             self._proposed_by[row.request_id] = draft_version
             path.append((row, sampled))
-            prompt_length = runner.requests[row.request_id].num_prompt_tokens
-            if sampled and (row.drafts or row.start >= prompt_length):
-                self._count(row, len(sampled) - 1)
+            request = runner.requests[row.request_id]
+            if sampled and (row.drafts or row.start >= request.num_prompt_tokens):
+                self._count(row, len(sampled) - 1, name_of(request))
         if view.logsumexp is not None:
             self._record(runner, view, path)
 
-    def _count(self, row: _Row, accepted: int) -> None:
+    def _count(self, row: _Row, accepted: int, adapter: str) -> None:
         k = 0 if _placeholder(row.drafts) else len(row.drafts)
         version = row.draft_version
         by_version = self._by_request.setdefault(row.request_id, {})
         self._by_request.move_to_end(row.request_id)
         for counts in (by_version, self.acceptance):
             counts.setdefault(version, AcceptanceCount(version)).observe(k, accepted)
+        if adapter:
+            self.adapters.observe(adapter, version, k, accepted)
         while len(self._by_request) > REMEMBERED_REQUESTS:
             self._by_request.popitem(last=False)
 
@@ -210,6 +214,7 @@ class Capture:
             prompt_hash=prompt_hash(request.prompt_token_ids),
             sampling=Sampling(params.temperature, params.top_p, max(0, params.top_k)),
             target_version=self._target_version,
+            adapter=name_of(request),
         )
         self._builders[row.request_id] = SpanBuilder(facts, self._span_tokens)
         return True

@@ -51,7 +51,28 @@ class Weights:
     expected: Expected
 
 
-class WeightSlot:
+class Slot:
+    """A place in the engine, and the version that is in it."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.broken: str | None = None
+        """Why what it holds cannot be used any more; the engine must stop."""
+
+    def report(
+        self, version: int, started: float, reason: str | None, error: str | None
+    ) -> SwapReport:
+        """``started``: as time.perf_counter says it."""
+        return SwapReport(
+            version=version,
+            live_version=self.version,
+            seconds=time.perf_counter() - started,
+            reason=reason,
+            error=error,
+        )
+
+
+class WeightSlot(Slot):
     """The place in the engine that holds one model."""
 
     kind: str
@@ -60,12 +81,10 @@ class WeightSlot:
     def __init__(
         self, model: Any, model_config: ModelConfig, config: VllmConfig, version: int
     ) -> None:
+        super().__init__(version)
         self._model = model
         self._model_config = model_config
         self._config = config
-        self.version = version
-        self.broken: str | None = None
-        """Why the model cannot be used any more; the engine must stop."""
 
     def weights(self, tensors: Mapping[str, torch.Tensor]) -> Weights:
         """Raises WeightError for a tensor that the engine has no place for."""
@@ -130,18 +149,6 @@ class WeightSlot:
                     _place_kernel_tensors(layer, info)
                 info.reset()
         LOADING_LAYERS.clear()
-
-    def report(
-        self, version: int, started: float, reason: str | None, error: str | None
-    ) -> SwapReport:
-        """``started``: as time.perf_counter says it."""
-        return SwapReport(
-            version=version,
-            live_version=self.version,
-            seconds=time.perf_counter() - started,
-            reason=reason,
-            error=error,
-        )
 
     @contextmanager
     def _isolated(self) -> Iterator[None]:

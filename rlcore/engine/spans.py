@@ -23,6 +23,7 @@ class RequestFacts:
     prompt_hash: str
     sampling: Sampling
     target_version: int
+    adapter: str = ""
 
 
 @dataclass
@@ -126,6 +127,7 @@ class SpanBuilder:
             grammar=self.grammar,
             steps=self.steps,
             tensors=[_spec(name, tensors[name]) for name in names],
+            adapter=self.facts.adapter,
         )
         span = Span(trace, [tensors[name] for name in names])
         carried = self.token_ids[self._row_count :]

@@ -16,11 +16,13 @@ import torch
 from vllm.platforms import current_platform
 
 from rlcore.engine import threads
+from rlcore.engine.adapters import AdapterSlot, only_linear
 from rlcore.engine.capture import Capture
 from rlcore.engine.courier import Courier
 from rlcore.engine.fixes import EngineUnsafe, apply_fixes, verify_fixes
 from rlcore.engine.options import EngineOptions
-from rlcore.engine.policy import PolicySlot, StageReport
+from rlcore.engine.policy import PolicySlot
+from rlcore.engine.staging import StageReport
 from rlcore.engine.swap import DraftSlot
 from rlcore.engine.upkeep import DeferredUpkeep, can_defer
 from rlcore.engine.versioned import VersionedDrafts
@@ -45,16 +47,25 @@ class PacelineWorker(BaseWorker):
 
     slot_class = DraftSlot
     policy_class = PolicySlot
+    adapter_class = AdapterSlot
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        if self.vllm_config.lora_config is not None:
+            only_linear(self.model_runner)
         super().load_model(load_dummy_weights=load_dummy_weights)
         if self.use_v2_model_runner or self.scheduler_config.async_scheduling:
             raise EngineUnsafe("Paceline needs the V1 model runner and synchronous scheduling")
         options = EngineOptions.from_config(self.vllm_config.additional_config)
         speculative = self.vllm_config.speculative_config
-        self._policy = self.policy_class(
-            self.model_runner.get_model(), self.vllm_config, options.target_version
-        )
+        self._policy: PolicySlot | AdapterSlot
+        if options.policy_rank:
+            self._policy = self.adapter_class(
+                self.model_runner, self.vllm_config, options.target_version
+            )
+        else:
+            self._policy = self.policy_class(
+                self.model_runner.get_model(), self.vllm_config, options.target_version
+            )
         self._slot: DraftSlot | None = None
         self._upkeep: DeferredUpkeep | None = None
         self._rates = options.draft_rates
@@ -92,6 +103,8 @@ class PacelineWorker(BaseWorker):
             self._drafting = scheduler_output.num_spec_tokens_to_schedule
         if self._courier is not None:
             self._capture.finish(scheduler_output.finished_req_ids)
+        if isinstance(self._policy, AdapterSlot):
+            self._policy.keep()
         return super().execute_model(scheduler_output)
 
     def _note_proposals(self) -> None:
@@ -199,4 +212,5 @@ class PacelineWorker(BaseWorker):
             threads=torch.get_num_threads() if self._cores else 0,
             running=len(self.model_runner.requests),
             tenants=[] if self._courier is None else self._courier.tenants.counts(),
+            adapters=self._capture.adapters.counts(),
         )
