@@ -194,7 +194,7 @@ def test_every_answer_names_the_draft_version_that_served_it(served: Served) -> 
         answer = raw.create(**settings, stream=stream)
         assert answer.headers["x-paceline-draft-version"] == live
         list(answer.parse()) if stream else answer.parse()
-    assert served.server.get("/health").headers["x-paceline-draft-version"] == live
+    assert served.server.get("/v1/models").headers["x-paceline-draft-version"] == live
 
 
 def test_usage_accounts_for_drafts_when_asked_and_only_then(served: Served) -> None:

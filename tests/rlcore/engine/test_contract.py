@@ -144,7 +144,11 @@ TAKES = {
         "vllm_config", "usage_context", "enable_log_requests", "disable_log_stats",
     ],
     "vllm.engine.arg_utils:AsyncEngineArgs.create_engine_config": ["usage_context"],
-    "vllm.entrypoints.launchers.launcher:serve_http": ["app", "sock", "uvicorn_kwargs"],
+    "vllm.entrypoints.launchers.utils.ssl:SSLCertRefresher": [
+        "ssl_context", "key_path", "cert_path", "ca_path",
+    ],
+    "vllm.v1.engine.output_processor:OutputProcessor.propagate_error": ["e"],
+    "vllm.exceptions:GracefulHTTPError.__init__": ["message", "http_status"],
     "vllm.utils.argparse_utils:FlexibleArgumentParser.__init__": ["kwargs"],
 }  # fmt: skip
 
