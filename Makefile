@@ -1,6 +1,6 @@
 # make serve    install what is missing, start the server with its learner on the embedded model
 # make test     install what is missing, run lint, types, import rules and all tests
-# make install | lint | fast | clean
+# make install | lint | fast | browser | clean
 SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,11 +10,11 @@ STAMP := $(VENV)/.installed-$(WANTED)
 # Arguments for paceline serve, for example: make serve ARGS="--port 8001"
 ARGS ?=
 
-.PHONY: serve test install lint fast clean
+.PHONY: serve test install lint fast browser clean
 serve: install
 	exec $(BIN)/paceline serve $(ARGS)
 
-test: lint
+test: lint browser
 	$(BIN)/python -m pytest
 
 fast: lint
@@ -25,6 +25,12 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The dashboard's tests drive a real browser.
+browser:
+	@command -v chromium >/dev/null || \
+	 { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || \
+	 { echo "the dashboard's tests need chromium: apt-get install chromium" >&2; exit 2; }
 
 install: $(STAMP)
 
