@@ -95,13 +95,9 @@ class Drafts:
                 self._failed(error.reason)
                 continue
             if version != self.live:
-                damaged, self.live, self.previous, self._manifest = (
-                    self.live,
-                    version,
-                    None,
-                    manifest,
-                )
-                write_live(self.store.root, LiveDraft(version))
+                damaged = self.live
+                self.live, self.previous, self._manifest = version, None, manifest
+                self._write_down()
                 self.history.add(version, damaged, "rolled_back", "its files were damaged")
                 log.error("an earlier draft is live", live=version)
             return
@@ -146,7 +142,7 @@ class Drafts:
                 self._failed(report["reason"])
                 raise DraftError(f"draft version {version} was refused: {report['error']}")
             self.previous, self.live, self._manifest = self.live, version, manifest
-            write_live(self.store.root, LiveDraft(self.live, self.previous))
+            self._write_down()
             self.history.add(version, self.previous, cause, reason)
             self.statistics.count += 1
             self.statistics.last_seconds = report["seconds"]
@@ -190,6 +186,16 @@ class Drafts:
     def _failed(self, reason: str) -> None:
         self.statistics.failed[reason] = self.statistics.failed.get(reason, 0) + 1
         log.warning("draft swap failed; the old drafter serves on", reason=reason, live=self.live)
+
+    def _write_down(self) -> None:
+        """A disk that takes nothing costs what a restart would know, not the swap: that has happened."""
+        try:
+            write_live(self.store.root, LiveDraft(self.live, self.previous))
+        except OSError as error:
+            log.error(
+                "what is live cannot be written down; a restart would serve an earlier version",
+                live=self.live, reason=error.strerror,
+            )  # fmt: skip
 
     def _forget_old(self) -> None:
         """Old learned versions go; what an operator gave, and where it began, stays."""

@@ -266,3 +266,53 @@ def test_state_on_disk_in_memory_and_in_the_engine_never_part(tmp_path_factory, 
         assert drafts.live == on_disk["live"] == in_engine
         assert drafts.previous == on_disk["previous"]
         assert drafts.previous != drafts.live
+
+
+def damage(store: WeightStore, version: int) -> None:
+    path = store.folder(version) / WEIGHTS
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def test_an_engine_never_starts_with_a_damaged_version(tmp_path):
+    drafts, _ = made(tmp_path)
+    asyncio.run(drafts.activate(2))
+    drafts.fall_back()
+    assert drafts.live == 2
+    damage(drafts.store, 2)
+    drafts.fall_back()
+    assert (drafts.live, drafts.previous) == (0, None)  # what was live before it
+    assert reloaded(drafts).live == 0
+    assert drafts.manifest().version == 0
+    assert drafts.history.rolled_back().keys() == {2}
+    damage(drafts.store, 0)
+    drafts.fall_back()
+    assert drafts.live == 3
+    for version in (1, 3):
+        damage(drafts.store, version)
+    with pytest.raises(DraftError, match=r"no draft version .* is whole; delete it"):
+        drafts.fall_back()
+
+
+def test_without_an_engine_nothing_is_swapped(tmp_path):
+    drafts, engine = made(tmp_path)
+    drafts.disconnect()
+    with pytest.raises(DraftError, match="not up"):
+        asyncio.run(drafts.activate(1))
+    drafts.connect(engine.swap)
+    asyncio.run(drafts.activate(1))
+    assert drafts.live == 1
+
+
+def test_a_full_disk_costs_no_swap_but_what_a_restart_knows(tmp_path, monkeypatch):
+    drafts, engine = made(tmp_path)
+
+    def full(root: Path, state: LiveDraft) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drafts_module, "write_live", full)
+        asyncio.run(drafts.activate(1))
+    assert (drafts.live, engine.swapped) == (1, [1])
+    assert reloaded(drafts).live == 0
+    asyncio.run(drafts.activate(2))
+    assert (reloaded(drafts).live, reloaded(drafts).previous) == (2, 1)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rlcore.weights import WEIGHTS, WeightError
 from server import routes
-from server.policy import Policy, PolicyError, check_folder
+from server.policy import EngineGone, Policy, PolicyError, check_folder
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 8, "dtype": "bfloat16", "eos_token_id": 2,
@@ -168,3 +168,45 @@ def test_without_a_key_only_this_machine_changes_the_policy(client, guarded, sta
         assert again.status_code == 409
         assert "version 3 is live" in again.json()["detail"]
         assert http.post("/v1/paceline/policy", json=body | {"x": 1}).status_code == 422
+
+
+def test_a_new_engine_is_brought_to_the_version_that_was_live(tmp_path):
+    policy, _ = made(tmp_path)
+    changes: list[int] = []
+    policy.on_change.append(lambda: changes.append(policy.live))
+
+    async def run() -> None:
+        again = Engine()
+        await policy.restore(again.swap)
+        assert again.swapped == []  # its own target is what was live
+        await policy.publish(checkpoint(tmp_path / "new"), 3, SHA)
+        policy.disconnect()
+        with pytest.raises(EngineGone):
+            await policy.publish(tmp_path / "new", 4, SHA)
+        await policy.restore(again.swap)
+        assert again.swapped == [3]
+        assert (policy.live, policy.folder, policy.count) == (3, tmp_path / "new", 1)
+
+    asyncio.run(run())
+    assert changes == [3]
+
+
+def test_where_the_live_checkpoint_is_gone_the_servers_own_target_is_live_and_counts_on(tmp_path):
+    policy, _ = made(tmp_path)
+    changes: list[int] = []
+    policy.on_change.append(lambda: changes.append(policy.live))
+
+    async def run() -> None:
+        await policy.publish(checkpoint(tmp_path / "new"), 3, SHA)
+        again = Engine()
+        again.fault = WeightError("unreadable", "it is gone")
+        await policy.restore(again.swap)
+        assert (policy.live, policy.folder, policy.sha256) == (0, tmp_path / "target", "")
+        assert policy.failed == {"unreadable": 1}
+        again.fault = None
+        policy.connect(again.swap)
+        await policy.publish(tmp_path / "new", 4, SHA)
+        assert policy.live == 4
+
+    asyncio.run(run())
+    assert changes == [3, 0, 4]
