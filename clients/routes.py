@@ -125,7 +125,7 @@ def _set_policy(folder: Path, version: int, sha256: str) -> _Call:
     return _Call("POST", "policy", PolicySwap, body=body, seconds=POLICY_SECONDS)
 
 
-def _feed(history_s: float | None) -> dict[str, Any]:
+def _feed(history_s: int | None) -> dict[str, Any]:
     params = None if history_s is None else {"history": history_s}
     return {"method": "GET", "url": "feed", "params": params, "timeout": _timeout(FEED_SECONDS)}
 
@@ -175,7 +175,7 @@ class Routes:
         answer: PolicySwap = self._call(_set_policy(folder, version, sha256))
         return answer
 
-    def feed(self, history_s: float | None = None) -> Iterator[FeedEvent]:
+    def feed(self, history_s: int | None = None) -> Iterator[FeedEvent]:
         """A History of the last ``history_s`` seconds, then a Sample a second and every Change.
 
         It ends when the server ends it.
@@ -250,7 +250,7 @@ class AsyncRoutes:
         answer: PolicySwap = await self._call(_set_policy(folder, version, sha256))
         return answer
 
-    async def feed(self, history_s: float | None = None) -> AsyncIterator[FeedEvent]:
+    async def feed(self, history_s: int | None = None) -> AsyncIterator[FeedEvent]:
         """A History of the last ``history_s`` seconds, then a Sample a second and every Change.
 
         It ends when the server ends it.

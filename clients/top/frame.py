@@ -26,6 +26,9 @@ STALE_S = 5.0
 LABEL = {True: 9, False: 19}
 """Width of the first column, by whether the terminal is narrow."""
 
+VALUE = 8
+"""Width of a number before its curve."""
+
 UNKNOWN = "-"
 
 
@@ -63,7 +66,7 @@ def _heading(state: TopState, width: int, now: float) -> Text:
 
 def _figures(state: TopState, sample: Sample, width: int, height: int | None) -> list[Text]:
     narrow = width < NARROW
-    lines = [Text(), *_speedup(sample, narrow), Text()]
+    lines = [Text(), *_speedup(sample, narrow)]
     lines += _curves(state, sample, width)
     lines += _positions(sample, width, one_line=height is not None and height < LOW)
     drafts, learner, traces = sample.drafts, sample.learner, sample.traces
@@ -127,14 +130,15 @@ def _curves(state: TopState, sample: Sample, width: int) -> list[Text]:
     narrow = width < NARROW
     age = sample.time - state.samples[0].time
     span = min(SPAN_S, max(SHORTEST_SPAN_S, age))
-    lines = []
+    heading = f"last {span / 60:.0f} min" if span >= 2 * SHORTEST_SPAN_S else f"last {span:.0f} s"
+    lines = [Text(" " * (LABEL[narrow] + VALUE) + heading, style="dim")]
     lengths = [(s.time, s.acceptance_length) for s in state.samples]
     rates = [(s.time, s.tokens_per_s) for s in state.samples]
     for label, short, value, points, low, style in (
         ("acceptance length", "length", _number(sample.acceptance_length), lengths, 1.0, "cyan"),
         ("tokens/s", "tokens/s", f"{sample.tokens_per_s:.1f}", rates, 0.0, "green"),
     ):
-        line = _label(short if narrow else label, narrow).append(f"{value:>7} ")
+        line = _label(short if narrow else label, narrow).append(f"{value:>{VALUE - 1}} ")
         drawn = curve(points, width - len(line), end=sample.time, span=span, low=low)
         lines.append(line.append(drawn, style=style))
     return lines
@@ -157,18 +161,16 @@ def _positions(sample: Sample, width: int, one_line: bool) -> list[Text]:
 
 
 def _tables(state: TopState, sample: Sample, width: int, room: int | None) -> list[Text]:
-    """Last changes and tenants, in what room is left: half each, more where the other needs less."""
-    changes = [_change(change, width < NARROW) for change in reversed(state.changes)]
-    tenants = [_share(share) for share in (*sample.tenants, *sample.adapters)]
-    if room is not None:
-        half = room - min(len(tenants), room // 2)
-        changes = changes[:half]
-        tenants = tenants[: room - len(changes)]
+    """Last changes, and tenants and adapters: half the room each, more where the other needs less."""
     narrow = width < NARROW
-    return [
-        *_rows("changes", changes, narrow),
-        *_rows("tenants", tenants, narrow),
+    changes = [_change(change, narrow) for change in reversed(state.changes)]
+    shares = [
+        *_rows("tenants", _shares(sample.tenants), narrow),
+        *_rows("adapters", _shares(sample.adapters), narrow),
     ]
+    if room is not None:
+        changes = changes[: room - min(len(shares), room // 2)]
+    return [*_rows("changes", changes, narrow), *shares]
 
 
 def _rows(label: str, rows: Sequence[Text], narrow: bool) -> list[Text]:
@@ -176,7 +178,7 @@ def _rows(label: str, rows: Sequence[Text], narrow: bool) -> list[Text]:
 
 
 def _change(change: Change, narrow: bool) -> Text:
-    text = Text(f"{_time(change.time)} ", style="dim")
+    text = Text.assemble((f"{_time(change.time)} ", "dim"))
     style = {"rollback": "bold yellow", "drift": "bold magenta"}.get(change.kind, "bold")
     text.append(change.kind, style=style)
     if change.version is not None:
@@ -186,12 +188,16 @@ def _change(change: Change, narrow: bool) -> Text:
     return text.append(f"  {why}", style="dim") if why and not narrow else text
 
 
-def _share(share: ShareSample) -> Text:
-    length = _number(share.acceptance_length)
-    return Text(
-        f"{share.name}  {share.tokens_per_s:.1f} tokens/s, length {length}, {share.running} running, "
-        f"{share.tokens:,} tokens, {share.traces:,} traces"
-    )
+def _shares(shares: Sequence[ShareSample]) -> list[Text]:
+    longest = max((len(share.name) for share in shares), default=0)
+    return [
+        Text(
+            f"{share.name:<{longest}}  {share.tokens_per_s:6.1f} tokens/s, "
+            f"length {_number(share.acceptance_length)}, {share.running} running, "
+            f"{share.traces:,} traces, {share.tokens:,} tokens"
+        )
+        for share in shares
+    ]
 
 
 def _label(text: str, narrow: bool) -> Text:

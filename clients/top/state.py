@@ -9,7 +9,7 @@ from typing import Literal
 from clients.events import FeedEvent
 from rlcore.feed import Change, History, Sample
 
-SPAN_S = 600.0
+SPAN_S = 600
 """How far back the curves go."""
 
 KEPT_CHANGES = 50

@@ -13,11 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlcore.engine.frontend import RequestLedger, Ticket, current_ticket
+from server.access import STATE_IDENTITY, Identity
 from server.middleware import DraftAccount
-from tests.server.test_middleware import DRAFTS, POLICY, VERSIONS, call, event, http
 
+VERSIONS = [{"version": 4, "steps": 2, "emitted": 5}]
 ASKED = {"x_paceline_steps": "true"}
 USAGE = {"choices": [], "usage": {"total_tokens": 3}}
+
+
+def event(value: Any) -> bytes:
+    return f"data: {json.dumps(value)}\n\n".encode()
 
 
 def streamed(steps: list[int], merged: list[int], ids: list[str], **headers: str) -> list[Any]:
@@ -41,7 +46,17 @@ def streamed(steps: list[int], merged: list[int], ids: list[str], **headers: str
     async def acceptance_of(ids: list[str]) -> list[dict[str, Any]]:
         return VERSIONS
 
-    sent = asyncio.run(call(DraftAccount(app, DRAFTS, POLICY, acceptance_of), http(**headers)))
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/", "state": {STATE_IDENTITY: Identity("default")},
+        "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()],
+    }  # fmt: skip
+    live = SimpleNamespace(live=4)
+    asyncio.run(DraftAccount(app, live, live, acceptance_of)(scope, None, send))
     body = b"".join(message["body"] for message in sent[1:])
     return [json.loads(part.removeprefix(b"data: ")) for part in body.split(b"\n\n") if part]
 
