@@ -89,8 +89,8 @@ def culprit(frames: Sequence[Frame]) -> Frame | None:
     return next((frame for frame in reversed(frames) if frame.application), None)
 
 
-def judge(case: Case, deadline_s: float, open_routes: Iterable[str] = ()) -> str | None:
-    """What is wrong with a case; ``open_routes`` need no key.
+def judge(case: Case, deadline_s: float, open_paths: Iterable[str] = ()) -> str | None:
+    """What is wrong with a case; ``open_paths`` need no key.
 
     A 5xx is upstream's when its path is not ours, no traceback of its time points at our code, and the
     answer does not carry the words of our wrapping (which has a ``code`` in letters; vLLM's are numbers).
@@ -99,7 +99,7 @@ def judge(case: Case, deadline_s: float, open_routes: Iterable[str] = ()) -> str
         return "hang" if case.seconds >= deadline_s else "dropped"
     if case.seconds > deadline_s:
         return "hang"
-    if case.key != RIGHT and case.status != 401 and case.route not in open_routes:
+    if case.key != RIGHT and case.status != 401 and not opened(case.route, open_paths):
         return "key"
     if case.status < 500:
         return None
@@ -107,6 +107,10 @@ def judge(case: Case, deadline_s: float, open_routes: Iterable[str] = ()) -> str
         return "ours"
     blamed = [culprit(frames) for frames in case.tracebacks]
     return "ours" if any(frame is not None and frame.ours for frame in blamed) else "upstream"
+
+
+def opened(route: str, open_paths: Iterable[str]) -> bool:
+    return any(route.endswith(f" {path}") for path in open_paths)
 
 
 def spoken_by_us(response: str) -> bool:

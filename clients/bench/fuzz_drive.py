@@ -101,12 +101,12 @@ class Driver:
     """Sends what schemathesis draws; every case ends up in the tally, judged."""
 
     def __init__(
-        self, target: Target, args: argparse.Namespace, tally: Tally, open_routes: Sequence[str]
+        self, target: Target, args: argparse.Namespace, tally: Tally, open_paths: Sequence[str]
     ) -> None:
         self._target = target
         self._args = args
         self._tally = tally
-        self._open = open_routes
+        self._open = open_paths
         self._turn = itertools.count()
         self._lock = threading.Lock()
         self._begun: dict[str, tuple[float, int, str, list[str]]] = {}
@@ -221,6 +221,6 @@ class Driver:
 
 def _shown(request: requests.PreparedRequest) -> str:
     body = request.body or b""
-    text = body if isinstance(body, str) else bytes(body).decode(errors="replace")
+    text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
     ours = {k: v for k, v in request.headers.items() if k.lower().startswith("x-paceline")}
     return f"{request.method} {request.url} {ours} {text}"[:KEPT]
