@@ -11,6 +11,9 @@ from rlcore.records import OTHER_SHARES, AcceptanceCount, ShareCount, Speculatio
 COMPARED = 0.5
 """Share of the computing time that must be comparable for a speed-up to be told."""
 
+DIGITS = 4
+"""Behind the point: a history has thousands of samples."""
+
 NAMED_SHARES = 20
 """Tenants, and adapters, that a sample names."""
 
@@ -82,22 +85,23 @@ def make_sample(
     new = now.acceptance or old
     steps, counted = new.steps - old.steps, now.counted_at - before.counted_at
     speculation = now.speculation
+    plain = None if gain.speedup is None else _short(tokens_per_s / gain.speedup)
     return Sample(
-        time=facts.time,
+        time=round(facts.time, 3),
         tokens_per_s=tokens_per_s,
-        plain_tokens_per_s=None if gain.speedup is None else tokens_per_s / gain.speedup,
-        speedup=gain.speedup,
-        busy=gain.busy,
+        plain_tokens_per_s=plain,
+        speedup=_short(gain.speedup),
+        busy=_short(gain.busy),
         drafts=DraftLength(
-            mean=gain.mean_drafts,
+            mean=_short(gain.mean_drafts),
             now=None if speculation is None else speculation.drafts_now,
             most=most,
         ),
         running=0 if speculation is None else speculation.running,
         waiting=0 if speculation is None else speculation.waiting,
-        acceptance_length=(new.emitted - old.emitted) / steps if steps > 0 else None,
+        acceptance_length=_short((new.emitted - old.emitted) / steps) if steps > 0 else None,
         acceptance=tuple(
-            (new.accepted[i] - old.accepted[i]) / (new.drafted[i] - old.drafted[i])
+            _short((new.accepted[i] - old.accepted[i]) / (new.drafted[i] - old.drafted[i]))
             if new.drafted[i] > old.drafted[i]
             else None
             for i in range(most)
@@ -150,7 +154,7 @@ def _tenants(
         )
         if share.steps > past.steps:
             length = (share.emitted - past.emitted) / (share.steps - past.steps)
-            lengths["tenant", name] = length
+            lengths["tenant", name] = round(length, DIGITS)
         found.append(
             ShareSample(
                 name=name,
@@ -173,7 +177,7 @@ def _adapters(
         past = before.adapters.get(name, AcceptanceCount(-1))
         if count.steps > past.steps:
             length = (count.emitted - past.emitted) / (count.steps - past.steps)
-            lengths["adapter", name] = length
+            lengths["adapter", name] = round(length, DIGITS)
         tokens = count.emitted + count.plain_steps
         found.append(
             ShareSample(
@@ -218,4 +222,8 @@ def _sum(counts: list[int | None]) -> int | None:
 
 
 def _rate(count: float, seconds: float) -> float:
-    return max(0.0, count) / seconds if seconds > 0 else 0.0
+    return round(max(0.0, count) / seconds, DIGITS) if seconds > 0 else 0.0
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else round(value, DIGITS)
