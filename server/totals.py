@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
+from rlcore.engine.shares import ServedCount
 from rlcore.records import (
     AcceptanceCount,
     AdapterAcceptance,
@@ -19,6 +20,34 @@ from rlcore.records import (
 )
 
 T = TypeVar("T")
+
+Served = Callable[[], dict[str, ServedCount]]
+"""What the present engine's clients were given, by tenant."""
+
+
+class ServedTotals:
+    """The same over all engines since the server started."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, int] = {}
+        """Tokens by tenant, of engines that died."""
+        self._now: Served = dict
+
+    def __call__(self) -> dict[str, ServedCount]:
+        found = {name: ServedCount(tokens) for name, tokens in self._before.items()}
+        for name, count in self._now().items():
+            tokens = self._before.get(name, 0) + count.tokens
+            found[name] = ServedCount(tokens, count.running)
+        return found
+
+    def connect(self, now: Served) -> None:
+        """There is an engine."""
+        self._now = now
+
+    def disconnect(self) -> None:
+        """It has died: what it gave counts on, and nothing of it runs."""
+        self._before = {name: count.tokens for name, count in self().items()}
+        self._now = dict
 
 
 def added(before: EngineReport, now: EngineReport) -> EngineReport:

@@ -9,6 +9,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlcore.engine.shares import ServedCount
 from rlcore.records import (
     AcceptanceCount,
     AdapterAcceptance,
@@ -20,7 +21,7 @@ from rlcore.records import (
 )
 from rlcore.transport import open_socket
 from server.engine_link import EngineLink
-from server.totals import added, added_speculation
+from server.totals import ServedTotals, added, added_speculation
 
 counts = st.integers(0, 1000)
 
@@ -81,6 +82,17 @@ def test_the_schedulers_totals_are_summed_and_its_present_is_not():
     before = SpeculationReport("1", 3, 10, 20, 30, 4.0, 5.0, 6.0, 7, 8)
     both = added_speculation(before, SpeculationReport("2", 1, 1, 2, 3, 0.5, 0.25, 0.125, 1, 2))
     assert both == SpeculationReport("2", 1, 11, 22, 33, 4.5, 5.25, 6.125, 1, 2)
+
+
+def test_what_tenants_were_given_counts_on_and_nothing_of_a_dead_engine_runs():
+    served = ServedTotals()
+    assert served() == {}
+    served.connect(lambda: {"a": ServedCount(10, 2), "b": ServedCount(1)})
+    assert served()["a"] == ServedCount(10, 2)
+    served.disconnect()
+    assert served() == {"a": ServedCount(10), "b": ServedCount(1)}
+    served.connect(lambda: {"a": ServedCount(5, 1), "c": ServedCount(7)})
+    assert served() == {"a": ServedCount(15, 1), "b": ServedCount(1), "c": ServedCount(7)}
 
 
 def report(steps: int, running: int = 0) -> EngineReport:
