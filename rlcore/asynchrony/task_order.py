@@ -6,7 +6,9 @@ of which has its own order out of the seed. A turn is
 
     pending -> in flight -> finished -> trained       (``returned``: in flight or finished -> pending)
 
-Only those in flight and finished are kept one by one; all others below the cursor are trained, which
+or, with no rollout, pending -> in flight -> passed over, or given up.
+
+Only those in flight and finished are kept one by one; all others below the cursor are done with, which
 keeps the state small. It has to be saved in one piece with the policy: what was trained after the last
 checkpoint is then trained again, on a policy that has not seen it.
 """
@@ -102,6 +104,12 @@ class TaskOrder:
         """It failed so often that it is left out: done with, untrained."""
         if position not in self._in_flight:
             raise EventError(f"turn {position} cannot be given up, it is not in flight")
+        self._in_flight.remove(position)
+
+    def passed_over(self, position: int) -> None:
+        """Its task is left out this time: done with, unplayed."""
+        if position not in self._in_flight:
+            raise EventError(f"turn {position} cannot be passed over, it is not in flight")
         self._in_flight.remove(position)
 
     def state(self) -> dict[str, object]:

@@ -1,1 +1,1 @@
-"""What samples rollouts: a running Paceline server, reached by its URL."""
+"""What samples rollouts: a server of the run, a running one reached by its URL, or an engine of the process."""

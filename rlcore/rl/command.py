@@ -61,7 +61,7 @@ def _dry_run(settings: RLTrainSettings, home: Home) -> int:
 async def _run(settings: RLTrainSettings, home: Home) -> None:
     from transformers import AutoTokenizer
 
-    from rlcore.rl.engine import Engine
+    from rlcore.rl.engine import engine_of
     from rlcore.rl.learn import PolicyLearner
     from rlcore.rl.run import Run
     from rlcore.rl.threads import engine_threads, set_threads
@@ -78,7 +78,8 @@ async def _run(settings: RLTrainSettings, home: Home) -> None:
         )
     tokenizer = AutoTokenizer.from_pretrained(base, local_files_only=True)
     options = settings.environment
-    engine = Engine(settings, base, engine_threads(settings, set_threads(settings)))
+    threads = engine_threads(settings, set_threads(settings))
+    engine = engine_of(settings, base, settings.out, threads)
     async with EnvironmentHost(
         options.name, options.options, workers=options.workers, deadline_s=options.deadline_s
     ) as host:

@@ -1,4 +1,4 @@
-"""The engine of a run: a server of its own or one that runs already, brought back when it is lost."""
+"""The engine of a run: asked over any loss of it, and brought back with the version that was live."""
 
 from __future__ import annotations
 
@@ -8,22 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from rlcore.generator.base import Completion, GeneratorError, GeneratorStatus, Published
-from rlcore.generator.process import ChildServer
-from rlcore.generator.server import ServerGenerator
-from rlcore.log import get_logger
+from rlcore.generator.base import Completion, Generator, GeneratorError, GeneratorStatus, Published
+from rlcore.generator.places import MODEL_NAME, InProcess, OwnServer, Place, RunningServer
 from rlcore.records import Sampling
-from rlcore.rl.settings import RLTrainSettings
-
-log = get_logger("rl")
+from rlcore.rl.settings import RunSettings
 
 ATTEMPTS = 4
 """Times that a request is sent, the engine being brought back in between."""
-
-BACK_DEADLINE = 300.0
-"""Seconds that a server which is not ours is given to come back."""
-
-MODEL_NAME = "policy"
 
 T = TypeVar("T")
 
@@ -38,23 +29,9 @@ class Live:
 
 
 class Engine:
-    def __init__(self, settings: RLTrainSettings, base: Path, threads: int | None) -> None:
-        """``base``: the folder of the policy that a server of our own starts with, version 0.
-
-        ``threads``: of the server on a CPU; None for all that it would take by itself.
-        """
-        options = settings.engine
-        self._server: ChildServer | None = None
-        self._url = options.url
-        self._deadline_s = options.request_deadline_s
-        self._key = None if options.api_key is None else options.api_key.get_secret_value()
-        if options.url is None:
-            self._server = ChildServer(
-                server_flags(settings, base),
-                settings.out / "server.log",
-                {} if threads is None else {"OMP_NUM_THREADS": str(threads)},
-            )
-        self._generator: ServerGenerator | None = None
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._generator: Generator | None = None
         self._live: Live | None = None
         self._ready = asyncio.Event()
         self._bringing_back = asyncio.Lock()
@@ -66,20 +43,12 @@ class Engine:
 
     async def start(self) -> None:
         """Raises GeneratorError."""
-        await self._start_server()
+        self._generator = await self._place.start()
         self.longest = await self.generator.longest()
         self._ready.set()
 
-    async def _start_server(self) -> None:
-        if self._server is not None:
-            log.info("the server starts", log=str(self._server.log_file))
-            await self._server.start()
-            self._url = self._server.url
-        assert self._url is not None
-        self._generator = ServerGenerator(self._url, MODEL_NAME, self._deadline_s, self._key)
-
     @property
-    def generator(self) -> ServerGenerator:
+    def generator(self) -> Generator:
         assert self._generator is not None, "start comes first"
         return self._generator
 
@@ -115,10 +84,7 @@ class Engine:
         return await self._asking(lambda _: self.generator.status())
 
     async def close(self) -> None:
-        if self._generator is not None:
-            await self._generator.close()
-        if self._server is not None:
-            await self._server.stop()
+        await self._place.stop()
 
     async def _asking(self, ask: Callable[[int], Awaitable[T]]) -> T:
         """``ask`` with the number of the attempt, the engine being brought back in between."""
@@ -143,13 +109,14 @@ class Engine:
         async with self._bringing_back:
             if self.restarts != seen:
                 return  # another request has seen to it
-            if self._server is not None and self._server.alive and await self.generator.healthy():
-                return  # a connection was lost, not the server
+            if not await self._place.lost():
+                return
             if self._lost is not None:
                 raise self._lost
             self._ready.clear()
             try:
-                await self._start_again()
+                self._generator = await self._place.start_again()
+                await self._publish_again()
             except GeneratorError as error:
                 self._lost = error
                 raise
@@ -157,41 +124,36 @@ class Engine:
                 self._ready.set()
             self.restarts += 1
 
-    async def _start_again(self) -> None:
-        if self._server is not None:
-            log.warning("the server is gone and is started again")
-            await self.generator.close()
-            await self._server.stop()
-            await self._start_server()
-        else:
-            log.warning("the server does not answer; waiting for it", url=self._url)
-            await self._wait_for_it()
-        if self._live is not None:
-            live = self._live
-            if (await self.generator.status()).policy_version != live.version:
-                await self.generator.publish(live.version, live.folder, live.sha256)
-
-    async def _wait_for_it(self) -> None:
-        try:
-            async with asyncio.timeout(BACK_DEADLINE):
-                while True:
-                    try:
-                        await self.generator.status()
-                        return
-                    except GeneratorError:
-                        await asyncio.sleep(1.0)
-        except TimeoutError:
-            raise GeneratorError(
-                f"{self._url} did not come back within {BACK_DEADLINE:.0f} s; start it and use --resume"
-            ) from None
+    async def _publish_again(self) -> None:
+        live = self._live
+        if live is not None and (await self.generator.status()).policy_version != live.version:
+            await self.generator.publish(live.version, live.folder, live.sha256)
 
 
-def server_flags(settings: RLTrainSettings, base: Path) -> list[str]:
-    """Of ``paceline serve`` for this run's own server."""
+def engine_of(settings: RunSettings, base: Path, out: Path, threads: int | None) -> Engine:
+    """``base``: the folder of the policy that an engine of our own starts with, version 0.
+
+    ``out``: where that keeps its drafts and its log. ``threads``: of such an engine on a CPU; None for
+    all that it would take by itself.
+    """
+    options = settings.engine
+    deadline = options.request_deadline_s
+    if options.url is not None:
+        key = None if options.api_key is None else options.api_key.get_secret_value()
+        return Engine(RunningServer(options.url, deadline, key))
+    flags = server_flags(settings, base, out)
+    if options.where == "process":
+        return Engine(InProcess(flags, threads, deadline))
+    env = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    return Engine(OwnServer(flags, out / "server.log", env, deadline))
+
+
+def server_flags(settings: RunSettings, base: Path, out: Path) -> list[str]:
+    """Of ``paceline serve`` for an engine of this run's own."""
     options = settings.engine
     longest = options.max_model_len
     flags = [
-        "--home", str(settings.out / "server"),
+        "--home", str(out / "server"),
         "--target", str(base),
         "--served-model-name", MODEL_NAME,
         "--dtype", options.dtype,
@@ -199,7 +161,7 @@ def server_flags(settings: RLTrainSettings, base: Path) -> list[str]:
         "--draft-method", options.draft_method,
         "--speculative-tokens", str(options.speculative_tokens),
         "--speculation", options.speculation,
-        "--learner", "local" if options.learn_drafts else "off",
+        "--learner", "local" if options.learns_drafts else "off",
         "--log-level", settings.log_level,
     ]  # fmt: skip
     if longest is not None:

@@ -7,9 +7,8 @@ import dataclasses
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-
-from pydantic import Field
 
 from rlcore.cli import guarded
 from rlcore.environments.host import EnvironmentHost
@@ -18,23 +17,16 @@ from rlcore.generator.base import Completion
 from rlcore.home import Home
 from rlcore.log import setup_logging
 from rlcore.records import Sampling
-from rlcore.rl.engine import Engine
+from rlcore.rl.engine import engine_of
 from rlcore.rl.episode import Limits
 from rlcore.rl.evaluate import Evaluation, evaluate
-from rlcore.rl.run_file import with_file
-from rlcore.rl.settings import RLTrainSettings
+from rlcore.rl.run_file import flags_of, given_flags, with_file
+from rlcore.rl.settings import RLEvalSettings, RLTrainSettings
 from rlcore.settings import load
 from rlcore.target import local_model
 
-
-class RLEvalSettings(RLTrainSettings):
-    """Measure a policy on the held-out tasks of a run's file.
-
-    usage: rl-eval FOLDER|URL PRESET|FILE.toml [flags]. With a URL --model names the tokenizer's folder.
-    """
-
-    out: Path = Field(Path("rl-eval"), description="Not used")
-    json_file: Path | None = Field(None, description="Write the result here as JSON")
+WITH_A_URL = frozenset({"engine.url", "engine.api-key", "engine.request-deadline-s"})
+"""What of the engine's flags is used when a server runs already."""
 
 
 def console() -> int:
@@ -48,7 +40,9 @@ def main(argv: list[str]) -> int:
     if len(argv) < 2 or argv[0].startswith("-"):
         raise UsageError("give a policy folder or a server's URL, then a preset or a TOML file")
     place, rest = argv[0], with_file(argv[1:])
-    which = ["--engine.url", place] if place.startswith("http") else ["--model", place]
+    remote = place.startswith(("http://", "https://"))
+    check_flags(given_flags(rest), remote)
+    which = ["--engine.where", "server", "--engine.url", place] if remote else ["--model", place]
     settings = load(RLEvalSettings, [*rest, *which], "rl-eval")
     setup_logging("rl", settings.log_json, settings.log_level)
     result = asyncio.run(_evaluate(settings, Home(settings.home)))
@@ -61,6 +55,23 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def check_flags(flags: Sequence[str], remote: bool) -> None:
+    """Raises UsageError for flags of rl-train that an evaluation has no use for.
+
+    ``remote``: whether what is measured is a server.
+    """
+    others = flags_of(RLTrainSettings) - flags_of(RLEvalSettings)
+    for flag in flags:
+        if flag in others:
+            raise UsageError(
+                f"--{flag} is of rl-train; an evaluation does not use it, leave it out"
+            )
+        if remote and flag.startswith("engine.") and flag not in WITH_A_URL:
+            raise UsageError(f"--{flag} is of an engine that is started, not of a server that runs")
+        if flag == "engine.url" or (flag == "model" and not remote):
+            raise UsageError(f"--{flag} says again what is measured; it is the first word")
+
+
 async def _evaluate(settings: RLEvalSettings, home: Home) -> Evaluation:
     from transformers import AutoTokenizer
 
@@ -69,8 +80,7 @@ async def _evaluate(settings: RLEvalSettings, home: Home) -> Evaluation:
     options, sampling = settings.environment, settings.sampling
     how = Sampling(temperature=settings.evaluate_temperature)
     with tempfile.TemporaryDirectory(prefix="paceline-eval-") as folder:
-        private = settings.model_copy(update={"out": Path(folder)})
-        engine = Engine(private, base, settings.engine.threads)
+        engine = engine_of(settings, base, Path(folder), settings.engine.threads)
         async with EnvironmentHost(
             options.name, options.options, workers=options.workers, deadline_s=options.deadline_s
         ) as host:

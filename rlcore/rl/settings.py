@@ -1,4 +1,4 @@
-"""Settings of ``rl-train``: one TOML file and flags over it."""
+"""Settings of ``rl-train`` and ``rl-eval``: one TOML file and flags over it."""
 
 from __future__ import annotations
 
@@ -29,16 +29,21 @@ class EnvironmentOptions(BaseModel, extra="forbid"):
     max_turns: int = Field(1, ge=1, le=1000, description="Replies of the policy in an episode")
 
 
-class SamplingOptions(BaseModel, extra="forbid"):
+class EpisodeLimits(BaseModel, extra="forbid"):
+    """How long an episode may be."""
+
+    max_prompt_tokens: int = Field(512, ge=1, description="A longer prompt fails the task")
+    max_tokens: int = Field(
+        256, ge=1, description="Tokens that the policy may sample in an episode"
+    )
+
+
+class SamplingOptions(EpisodeLimits):
     """How rollouts are sampled."""
 
     temperature: float = Field(1.0, gt=0, le=4, description="Sampling temperature")
     adapt_temperature: bool = Field(
         False, description="Move the temperature with entropy and the share of equal groups"
-    )
-    max_prompt_tokens: int = Field(512, ge=1, description="A longer prompt fails the task")
-    max_tokens: int = Field(
-        256, ge=1, description="Tokens that the policy may sample in an episode"
     )
 
     @model_validator(mode="after")
@@ -65,8 +70,12 @@ class OptimiserOptions(BaseModel, extra="forbid"):
 
 
 class EngineOptions(BaseModel, extra="forbid"):
-    """The server that samples: one is started, or a running one is used."""
+    """The engine that samples: a server that is started, a running one, or one in the process."""
 
+    where: Literal["server", "process"] = Field(
+        "server",
+        description="Start a server, or have the engine in the process, with a drafter that is frozen",
+    )
     url: str | None = Field(None, description="A running Paceline server; default: one is started")
     api_key: SecretStr | None = Field(None, description="Its key")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
@@ -76,7 +85,6 @@ class EngineOptions(BaseModel, extra="forbid"):
     draft_method: Method = Field("eagle3", description="Type of the drafter")
     speculative_tokens: int = Field(3, ge=1, le=16, description="K, the tokens drafted in a step")
     speculation: Speculation = Field("adaptive", description="As in paceline serve")
-    learn_drafts: bool = Field(True, description="The drafter learns on as the policy moves")
     threads: int | None = Field(None, ge=1, description="Threads on a CPU; default: half the cores")
     max_model_len: int | None = Field(None, ge=16, description="Longest sequence, tokens")
     request_deadline_s: float = Field(
@@ -87,19 +95,76 @@ class EngineOptions(BaseModel, extra="forbid"):
     )
     engine_args: list[str] = Field(default_factory=list, description="vLLM's own arguments")
 
+    @model_validator(mode="after")
+    def _one_place(self) -> EngineOptions:
+        if self.where == "process" and self.url is not None:
+            raise ValueError("a url is of a server; leave it out, or give where = 'server'")
+        return self
 
-class RLTrainSettings(CommonSettings):
-    """Train a policy with reinforcement learning on the engine that serves it.
+    @property
+    def learns_drafts(self) -> bool:
+        """Whether a server that is started learns drafts."""
+        return False
 
-    usage: rl-train PRESET|FILE.toml [flags]. Every flag can also stand in the file, those with a dot
-    in a section of it.
-    """
+
+class TrainingEngineOptions(EngineOptions):
+    """With what only training needs."""
+
+    learn_drafts: bool = Field(
+        True, description="The drafter learns on as the policy moves; not with where = 'process'"
+    )
+
+    @model_validator(mode="after")
+    def _learns_in_a_server(self) -> TrainingEngineOptions:
+        given = self.learn_drafts and "learn_drafts" in self.model_fields_set
+        if self.where == "process" and given:
+            raise ValueError(
+                "drafts are learned by a server; leave learn-drafts out, or give where = 'server'"
+            )
+        return self
+
+    @property
+    def learns_drafts(self) -> bool:
+        return self.learn_drafts and self.where == "server"
+
+
+class RunSettings(CommonSettings):
+    """What training and evaluation have in common."""
 
     own_file: ClassVar[bool] = True
 
     model: str = Field(
         "embedded", description="Policy to start from: 'embedded', a folder, or an id"
     )
+    concurrency: int = Field(32, ge=1, description="Rollouts that run at a time, at most")
+    evaluate_tasks: int = Field(128, ge=1, description="Held-out tasks in an evaluation")
+    evaluate_samples: int = Field(1, ge=1, description="Samples a task; 1 is greedy")
+    evaluate_temperature: float = Field(0.0, ge=0, description="0 is greedy")
+    environment: EnvironmentOptions = Field(default_factory=EnvironmentOptions)
+    sampling: EpisodeLimits = Field(default_factory=EpisodeLimits)
+    engine: EngineOptions = Field(default_factory=EngineOptions)
+
+    @model_validator(mode="after")
+    def _can_be_evaluated(self) -> RunSettings:
+        if self.evaluate_temperature == 0 and self.evaluate_samples > 1:
+            raise ValueError("several greedy samples are all the same; give evaluate-temperature")
+        longest = self.engine.max_model_len
+        needed = self.sampling.max_prompt_tokens + self.sampling.max_tokens
+        if longest is not None and needed > longest:
+            raise ValueError(
+                f"sampling.max-prompt-tokens and sampling.max-tokens are {needed} together, more than "
+                f"engine.max-model-len {longest}"
+            )
+        return self
+
+
+class RLTrainSettings(RunSettings):
+    """Train a policy with reinforcement learning on the engine that serves it.
+
+    usage: rl-train PRESET|FILE.toml [flags]. Every flag can also stand in the file, those with a dot
+    in a section of it.
+    """
+
     out: Path = Field(description="Folder of the run: checkpoints, logs, and in the end the policy")
     algorithm: str = Field("dapo", description="Recipe, see docs/rl-train.md")
     recipe: dict[str, Any] = Field(
@@ -114,21 +179,16 @@ class RLTrainSettings(CommonSettings):
         description="Batches that a rollout's oldest token may be behind (each is updates-per-batch "
         "optimizer updates)",
     )
-    concurrency: int = Field(32, ge=1, description="Rollouts that run at a time, at most")
     balance: bool = Field(True, description="Adapt concurrency to what the trainer takes")
     seed: int = Field(0, description="Of the order of tasks")
     minutes: float | None = Field(None, gt=0, description="End after so long, as if complete")
     evaluate_every: int = Field(10, ge=0, description="Updates between evaluations; 0: none")
-    evaluate_tasks: int = Field(128, ge=1, description="Held-out tasks in an evaluation")
-    evaluate_samples: int = Field(1, ge=1, description="Samples a task; 1 is greedy")
-    evaluate_temperature: float = Field(0.0, ge=0, description="0 is greedy")
     checkpoint_every: int = Field(10, ge=1, description="Updates between two checkpoints")
     resume: bool = Field(False, description="Go on from the last checkpoint in --out")
     dry_run: bool = Field(False, description="Check everything that can be, and start nothing")
-    environment: EnvironmentOptions = Field(default_factory=EnvironmentOptions)
     sampling: SamplingOptions = Field(default_factory=SamplingOptions)
     optimiser: OptimiserOptions = Field(default_factory=OptimiserOptions)
-    engine: EngineOptions = Field(default_factory=EngineOptions)
+    engine: TrainingEngineOptions = Field(default_factory=TrainingEngineOptions)
 
     @field_validator("out")
     @classmethod
@@ -141,19 +201,10 @@ class RLTrainSettings(CommonSettings):
             self.chosen_recipe()
         except RecipeError as error:
             raise ValueError(str(error)) from None
-        if self.evaluate_temperature == 0 and self.evaluate_samples > 1:
-            raise ValueError("several greedy samples are all the same; give evaluate-temperature")
         if self.concurrency < self.group_size:
             raise ValueError(
                 f"concurrency {self.concurrency} is less than group-size {self.group_size}; a group is "
                 "started as a whole"
-            )
-        longest = self.engine.max_model_len
-        needed = self.sampling.max_prompt_tokens + self.sampling.max_tokens
-        if longest is not None and needed > longest:
-            raise ValueError(
-                f"sampling.max-prompt-tokens and sampling.max-tokens are {needed} together, more than "
-                f"engine.max-model-len {longest}"
             )
         return self
 
@@ -166,3 +217,14 @@ class RLTrainSettings(CommonSettings):
                 f"{', '.join(sorted(RECIPE_FIELDS))}"
             )
         return dataclasses.replace(recipe, **self.recipe) if self.recipe else recipe
+
+
+class RLEvalSettings(RunSettings):
+    """Measure a policy on the held-out tasks of a run's file.
+
+    usage: rl-eval FOLDER|URL PRESET|FILE.toml [flags]. With a URL --model names the tokenizer's folder.
+    """
+
+    file_of: ClassVar[type[CommonSettings] | None] = RLTrainSettings
+
+    json_file: Path | None = Field(None, description="Write the result here as JSON")

@@ -8,6 +8,7 @@ import pytest
 
 from rlcore.errors import UsageError
 from rlcore.rl.command import main
+from rlcore.rl.engine import server_flags
 from rlcore.rl.run_file import presets, with_file
 from rlcore.rl.settings import RLTrainSettings
 from rlcore.settings import load
@@ -87,11 +88,21 @@ def test_unknown_parts_and_bad_values_of_a_recipe_are_named(tmp_path):
         (["--concurrency", "4"], "concurrency"),
         (["--engine.max-model-len", "100"], "max-model-len"),
         (["--sampling.temperature", "0.5", "--sampling.adapt-temperature"], "--sampling"),
+        (["--engine.where", "process", "--engine.url", "http://127.0.0.1:1"], "where"),
+        (["--engine.where", "process", "--engine.learn-drafts"], "learn-drafts"),
         (["--no-such-flag", "1"], "no-such-flag"),
     ],
 )
 def test_a_bad_value_gives_one_line_that_names_the_flag(tmp_path, flags, named):
     assert named in wrong(a_file(tmp_path), *OUT, *flags)
+
+
+def test_an_engine_in_the_process_has_a_drafter_that_is_frozen(tmp_path):
+    settings = loaded(a_file(tmp_path), *OUT, "--engine.where", "process")
+    assert not settings.engine.learns_drafts
+    assert loaded(a_file(tmp_path), *OUT).engine.learns_drafts
+    flags = server_flags(settings, tmp_path, tmp_path)
+    assert flags[flags.index("--learner") + 1] == "off"
 
 
 def test_without_a_folder_for_the_run_nothing_starts(tmp_path):
