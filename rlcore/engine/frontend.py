@@ -30,6 +30,7 @@ from vllm.v1.engine.output_processor import (
     RequestOutputCollector,
     RequestState,
 )
+from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from rlcore.engine.isolation import ranked, tenant_salt
 from rlcore.engine.shares import Served, ServedCount
@@ -41,6 +42,10 @@ class Ticket:
 
     tenant: str = "default"
     learn: bool = True
+    priority: int | None = None
+    """The tenant's, lower is sooner; None leaves each request the one that its body names."""
+    charge: Callable[[int], None] | None = None
+    """Told of tokens, prompt and output, when they are known."""
     adapter: str = ""
     """That the request names as its model."""
     engine_ids: list[str] = field(default_factory=list)
@@ -101,15 +106,30 @@ class RequestLedger(OutputProcessor):
         self._tickets: dict[str, Ticket] = {}
         self._served = Served()
 
-    def add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        # The request goes on from here to the engine's core.
-        adapter = "" if request.lora_request is None else request.lora_request.lora_name
+    def add_request(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        parent_req: ParentRequest | None = None,
+        request_index: int = 0,
+        queue: RequestOutputCollector | None = None,
+    ) -> None:
+        """Whatever the route, a request passes here just before the engine is given it, so this is
+        where its tenant's marks are put on it, over what its body may say."""
+        known = self._tickets.get(request.request_id)
+        ticket = known or current_ticket.get() or Ticket()
+        ticket.adapter = "" if request.lora_request is None else request.lora_request.lora_name
         request.lora_request = request.lora_request or self._policy
-        super().add_request(request, *args, **kwargs)
-        ticket = current_ticket.get() or Ticket()
-        ticket.adapter = adapter
-        ticket.engine_ids.append(request.request_id)
-        self._tickets[request.request_id] = ticket
+        request.cache_salt = tenant_salt(ticket.tenant, request.cache_salt)
+        if ticket.priority is not None:
+            request.priority = ranked(ticket.priority, request.priority)
+        if ticket.charge is not None and request_index == 0:  # choices share their prompt
+            ids, embeds = request.prompt_token_ids, request.prompt_embeds
+            ticket.charge(length_from_prompt_token_ids_or_embeds(ids, embeds))
+        super().add_request(request, prompt, parent_req, request_index, queue)
+        if known is None:  # else a further piece of a streamed input
+            ticket.engine_ids.append(request.request_id)
+            self._tickets[request.request_id] = ticket
 
     def process_outputs(
         self, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any
