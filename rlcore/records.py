@@ -174,6 +174,8 @@ class PolicyManifest(msgspec.Struct, frozen=True):
     """Seconds since the epoch."""
     tokens_seen: int = 0
     """Sampled tokens trained on up to this version."""
+    lora_rank: int = 0
+    """Of an adapter of the base; 0: the weights are the whole model's."""
     schema: int = SCHEMA_VERSION
 
 

@@ -1,8 +1,8 @@
 """The weight store: versioned folders of safetensors and a manifest, written once, checked on read.
 
-``<root>/<version>/`` holds ``model.safetensors``, ``config.json`` and ``manifest.json``. A folder
-appears by one atomic rename, so whoever sees it sees it whole. Drafters and policies are kept by the
-same store.
+``<root>/<version>/`` holds ``model.safetensors``, ``config.json`` and ``manifest.json``; a version that
+is a LoRA adapter has peft's names for the first two. A folder appears by one atomic rename, so whoever
+sees it sees it whole. Drafters and policies are kept by the same store.
 """
 
 from __future__ import annotations
@@ -90,6 +90,15 @@ def _entries(header: bytes) -> tuple[int, dict[str, _Entry]]:
         raise WeightError("malformed", f"not a safetensors file ({error})") from None
 
 
+def digest_of(path: Path) -> str:
+    """sha256 of a weights file; raises WeightError when it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise WeightError("unreadable", f"{path}: {error.strerror}") from None
+
+
 def check_signature(got: Signature, want: Signature) -> None:
     """Raises WeightError unless both name the same tensors with the same shapes and dtypes."""
     check_shapes(
@@ -172,6 +181,13 @@ class VersionStore(Generic[M]):
 
     root: Path
     manifest_type: type[M]
+    weights_name: str = WEIGHTS
+    config_name: str = CONFIG
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """Of the files of a version."""
+        return self.weights_name, self.config_name, MANIFEST
 
     def folder(self, version: int) -> Path:
         return self.root / f"{version:06d}"
@@ -222,28 +238,28 @@ class VersionStore(Generic[M]):
 
     def receive(self, version: int, files: Mapping[str, bytes | memoryview]) -> M:
         """Take a version sent by the other side, checked in full first; raises WeightError."""
-        if set(files) != set(FILES):
-            raise WeightError("files", f"got {sorted(files)}, a version is {sorted(FILES)}")
+        if set(files) != set(self.names):
+            raise WeightError("files", f"got {sorted(files)}, a version is {sorted(self.names)}")
         try:
             manifest = msgspec.json.decode(files[MANIFEST], type=self.manifest_type)
-            msgspec.json.decode(files[CONFIG], type=dict[str, Any])
+            msgspec.json.decode(files[self.config_name], type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise WeightError("malformed", str(error)) from None
         if manifest.version != version:
             raise WeightError("version", f"asked for {version}, got {manifest.version}")
-        content = bytes(files[WEIGHTS])
+        content = bytes(files[self.weights_name])
         if hashlib.sha256(content).hexdigest() != manifest.sha256:
             raise WeightError(
                 "digest", f"weights of version {version} are not what its manifest names"
             )
         signature(content)
-        self._put(version, content, bytes(files[CONFIG]), bytes(files[MANIFEST]))
+        self._put(version, content, bytes(files[self.config_name]), bytes(files[MANIFEST]))
         return manifest
 
     def files(self, version: int) -> dict[str, bytes]:
         """The files of a version, to send; raises WeightError."""
         try:
-            return {name: (self.folder(version) / name).read_bytes() for name in FILES}
+            return {name: (self.folder(version) / name).read_bytes() for name in self.names}
         except OSError as error:
             raise WeightError("unreadable", f"version {version}: {error.strerror}") from None
 
@@ -256,7 +272,7 @@ class VersionStore(Generic[M]):
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir()
-            for name, content in ((WEIGHTS, weights), (CONFIG, config), (MANIFEST, manifest)):
+            for name, content in zip(self.names, (weights, config, manifest), strict=True):
                 with open(partial / name, "wb") as file:
                     file.write(content)
                     file.flush()
@@ -276,7 +292,8 @@ class WeightStore(VersionStore[DraftManifest]):
 
 
 class PolicyStore(VersionStore[PolicyManifest]):
-    """The policies of one run."""
+    """The policies of one run. ``adapters``: they are LoRA adapters, and not whole checkpoints."""
 
-    def __init__(self, root: Path) -> None:
-        super().__init__(root, PolicyManifest)
+    def __init__(self, root: Path, *, adapters: bool = False) -> None:
+        names = (ADAPTER_WEIGHTS, ADAPTER_CONFIG) if adapters else (WEIGHTS, CONFIG)
+        super().__init__(root, PolicyManifest, *names)

@@ -15,7 +15,7 @@ import msgspec
 import torch
 from vllm.platforms import current_platform
 
-from rlcore.engine import threads
+from rlcore.engine import adapter_product, threads
 from rlcore.engine.adapters import AdapterSlot, only_linear
 from rlcore.engine.capture import Capture
 from rlcore.engine.courier import Courier
@@ -51,6 +51,8 @@ class PacelineWorker(BaseWorker):
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if self.vllm_config.lora_config is not None:
+            if current_platform.is_cpu():
+                adapter_product.apply()
             only_linear(self.model_runner)
         super().load_model(load_dummy_weights=load_dummy_weights)
         if self.use_v2_model_runner or self.scheduler_config.async_scheduling:

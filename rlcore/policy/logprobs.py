@@ -51,7 +51,8 @@ class _Chosen(torch.autograd.Function):
         dH / dz = -p (log p + H)."""
         rows, weight, labels, temperatures, entropy, *kept = ctx.saved_tensors
         dtype = torch.bfloat16 if ctx.fast else torch.float32
-        by_rows, by_weight = torch.empty_like(rows), torch.zeros_like(weight)
+        by_rows = torch.empty_like(rows)
+        by_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         matrix, inputs = weight.to(dtype), rows.to(dtype)
         if gradient is None:
             gradient = torch.zeros_like(entropy)
@@ -69,7 +70,8 @@ class _Chosen(torch.autograd.Function):
             slope.scatter_add_(1, labels[part, None], scale[part, None])
             slope = slope.to(dtype)
             by_rows[part] = (slope @ matrix).to(by_rows.dtype)
-            by_weight += slope.T @ inputs[part]
+            if by_weight is not None:
+                by_weight += slope.T @ inputs[part]
         return by_rows, by_weight, None, None, None
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rlcore.errors import PacelineError
 from rlcore.policy.logprobs import chosen_logprobs
+from rlcore.policy.lora import Lora, adapt
 from rlcore.policy.packing import PolicyBatch
 from rlcore.policy.split_linear import split_linears
 
@@ -19,12 +20,18 @@ class PolicyError(PacelineError):
 
 
 def load_policy(
-    folder: Path, device: torch.device | str = "cpu", *, fast: bool = False
+    folder: Path,
+    device: torch.device | str = "cpu",
+    *,
+    fast: bool = False,
+    lora: Lora | None = None,
+    seed: int = 0,
 ) -> nn.Module:
     """A causal language model in float32, without dropout.
 
     ``fast``: with bfloat16 products in its layers, to be used with ``sampled_logprobs(fast=True)``.
-    Raises PolicyError when the folder holds none.
+    ``lora``: only low-rank factors are to be trained, random ones by ``seed``.
+    Raises PolicyError when the folder holds none, LoraError.
     """
     from transformers import AutoModelForCausalLM
 
@@ -47,6 +54,8 @@ def load_policy(
             f"{folder}: a policy whose output layer has a bias cannot be trained here"
         )
     model.config.use_cache = False
+    if lora is not None:
+        adapt(model, lora, seed)
     if fast:
         split_linears(model.model)
     module: nn.Module = model.to(device).eval()  # eval: no dropout, as in inference

@@ -31,8 +31,10 @@ class _SplitProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         rows, coarse = ctx.saved_tensors
         gradient = gradient.to(torch.bfloat16)
-        by_weight = gradient.flatten(0, -2).T @ rows.flatten(0, -2)
-        return (gradient @ coarse).to(ctx.dtype), by_weight.float()
+        by_weight = None
+        if ctx.needs_input_grad[1]:  # not of a layer that only bears an adapter
+            by_weight = (gradient.flatten(0, -2).T @ rows.flatten(0, -2)).float()
+        return (gradient @ coarse).to(ctx.dtype), by_weight
 
 
 class SplitLinear(nn.Linear):

@@ -11,7 +11,7 @@ from rlcore.errors import UsageError
 from rlcore.home import Home
 from rlcore.log import get_logger, setup_logging
 from rlcore.rl import saved as saving
-from rlcore.rl.export import POLICY, export
+from rlcore.rl.export import ADAPTER, POLICY, export, export_adapter
 from rlcore.rl.run_file import with_file
 from rlcore.rl.settings import RLTrainSettings
 from rlcore.settings import load
@@ -79,7 +79,7 @@ async def _run(settings: RLTrainSettings, home: Home) -> None:
     tokenizer = AutoTokenizer.from_pretrained(base, local_files_only=True)
     options = settings.environment
     threads = engine_threads(settings, set_threads(settings))
-    engine = engine_of(settings, base, settings.out, threads)
+    engine = engine_of(settings, base, settings.out, threads, settings.lora.rank)
     async with EnvironmentHost(
         options.name, options.options, workers=options.workers, deadline_s=options.deadline_s
     ) as host:
@@ -92,4 +92,6 @@ async def _run(settings: RLTrainSettings, home: Home) -> None:
         finally:
             await engine.close()
     export(learner, base, settings.out / POLICY)
+    if learner.lora is not None:
+        export_adapter(learner, settings.out / ADAPTER)
     log.info("done", updates=run.version, policy=str(settings.out / POLICY))

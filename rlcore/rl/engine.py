@@ -130,25 +130,28 @@ class Engine:
             await self.generator.publish(live.version, live.folder, live.sha256)
 
 
-def engine_of(settings: RunSettings, base: Path, out: Path, threads: int | None) -> Engine:
+def engine_of(
+    settings: RunSettings, base: Path, out: Path, threads: int | None, lora_rank: int = 0
+) -> Engine:
     """``base``: the folder of the policy that an engine of our own starts with, version 0.
 
     ``out``: where that keeps its drafts and its log. ``threads``: of such an engine on a CPU; None for
-    all that it would take by itself.
+    all that it would take by itself. ``lora_rank``: of the adapters that are published to it; 0 for whole
+    policies.
     """
     options = settings.engine
     deadline = options.request_deadline_s
     if options.url is not None:
         key = None if options.api_key is None else options.api_key.get_secret_value()
         return Engine(RunningServer(options.url, deadline, key))
-    flags = server_flags(settings, base, out)
+    flags = server_flags(settings, base, out, lora_rank)
     if options.where == "process":
         return Engine(InProcess(flags, threads, deadline))
     env = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     return Engine(OwnServer(flags, out / "server.log", env, deadline))
 
 
-def server_flags(settings: RunSettings, base: Path, out: Path) -> list[str]:
+def server_flags(settings: RunSettings, base: Path, out: Path, lora_rank: int = 0) -> list[str]:
     """Of ``paceline serve`` for an engine of this run's own."""
     options = settings.engine
     longest = options.max_model_len
@@ -166,6 +169,8 @@ def server_flags(settings: RunSettings, base: Path, out: Path) -> list[str]:
     ]  # fmt: skip
     if longest is not None:
         flags += ["--max-model-len", str(longest)]
+    if lora_rank:
+        flags += ["--policy-lora-rank", str(lora_rank)]
     # Log-probabilities of the distribution that was sampled from, whatever the temperature.
     own = ["--logprobs-mode", "processed_logprobs", "--scheduling-policy", "priority"]
     return [*flags, *options.serve_flags, "--", *own, *options.engine_args]

@@ -16,14 +16,16 @@ from rlcore.errors import UsageError
 from rlcore.generator.base import Completion
 from rlcore.home import Home
 from rlcore.log import setup_logging
+from rlcore.policy.lora import adapter_facts
 from rlcore.records import Sampling
-from rlcore.rl.engine import engine_of
+from rlcore.rl.engine import Live, engine_of
 from rlcore.rl.episode import Limits
 from rlcore.rl.evaluate import Evaluation, evaluate
 from rlcore.rl.run_file import flags_of, given_flags, with_file
 from rlcore.rl.settings import RLEvalSettings, RLTrainSettings
 from rlcore.settings import load
 from rlcore.target import local_model
+from rlcore.weights import ADAPTER_WEIGHTS, digest_of
 
 WITH_A_URL = frozenset({"engine.url", "engine.api-key", "engine.request-deadline-s"})
 """What of the engine's flags is used when a server runs already."""
@@ -43,9 +45,13 @@ def main(argv: list[str]) -> int:
     remote = place.startswith(("http://", "https://"))
     check_flags(given_flags(rest), remote)
     which = ["--engine.where", "server", "--engine.url", place] if remote else ["--model", place]
+    adapter = None if remote else adapter_facts(Path(place))
+    if adapter is not None:
+        which = ["--model", adapter.base_model_name_or_path]
     settings = load(RLEvalSettings, [*rest, *which], "rl-eval")
     setup_logging("rl", settings.log_json, settings.log_level)
-    result = asyncio.run(_evaluate(settings, Home(settings.home)))
+    measured = None if adapter is None else Measured(Path(place).absolute(), adapter.r)
+    result = asyncio.run(_evaluate(settings, Home(settings.home), measured))
     print(
         f"{result.accuracy:.1%} right, standard error {result.standard_error:.1%} "
         f"({result.tasks} tasks x {result.samples}; {result.failed} episodes failed)"
@@ -72,7 +78,15 @@ def check_flags(flags: Sequence[str], remote: bool) -> None:
             raise UsageError(f"--{flag} says again what is measured; it is the first word")
 
 
-async def _evaluate(settings: RLEvalSettings, home: Home) -> Evaluation:
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A LoRA adapter of the settings' model."""
+
+    folder: Path
+    rank: int
+
+
+async def _evaluate(settings: RLEvalSettings, home: Home, adapter: Measured | None) -> Evaluation:
     from transformers import AutoTokenizer
 
     base = local_model(settings.model, home)
@@ -80,12 +94,17 @@ async def _evaluate(settings: RLEvalSettings, home: Home) -> Evaluation:
     options, sampling = settings.environment, settings.sampling
     how = Sampling(temperature=settings.evaluate_temperature)
     with tempfile.TemporaryDirectory(prefix="paceline-eval-") as folder:
-        engine = engine_of(settings, base, Path(folder), settings.engine.threads)
+        rank = 0 if adapter is None else adapter.rank
+        engine = engine_of(settings, base, Path(folder), settings.engine.threads, rank)
         async with EnvironmentHost(
             options.name, options.options, workers=options.workers, deadline_s=options.deadline_s
         ) as host:
             try:
                 await engine.start()
+                if adapter is not None:
+                    path = adapter.folder / ADAPTER_WEIGHTS
+                    sha256 = await asyncio.to_thread(digest_of, path)
+                    await engine.publish(Live(1, adapter.folder, sha256))
                 limits = Limits(
                     sampling.max_prompt_tokens,
                     sampling.max_tokens,

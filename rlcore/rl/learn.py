@@ -14,6 +14,7 @@ from torch import Tensor
 from rlcore.algorithms.advantages import ADVANTAGES
 from rlcore.algorithms.recipes import Recipe
 from rlcore.optim import MuonAdamW
+from rlcore.policy.lora import Lora, adapter_config, adapter_weights, merged_weights
 from rlcore.policy.model import config_of, load_policy, weights
 from rlcore.policy.objective import PolicyObjective
 from rlcore.policy.packing import PolicyBatch, WeightedRollout, pack
@@ -65,7 +66,12 @@ class PolicyLearner:
         """For the balance controller to set."""
         self._updates_per_batch = options.updates_per_batch
         fast = options.precision == "bfloat16"
-        self.policy: Any = load_policy(folder, self.device, fast=fast)
+        self._base = folder
+        self.lora: Lora | None = settings.lora.chosen()
+        """What of the policy is trained; None for all of it."""
+        self.policy: Any = load_policy(
+            folder, self.device, fast=fast, lora=self.lora, seed=settings.seed
+        )
         reference = None
         if self.recipe.needs_reference:
             reference = load_policy(folder, self.device, fast=fast).requires_grad_(False)
@@ -79,7 +85,7 @@ class PolicyLearner:
             self.policy,
             self._objective,
             MuonAdamW(
-                self.policy.named_parameters(),
+                [(n, p) for n, p in self.policy.named_parameters() if p.requires_grad],
                 adamw_only=True,
                 adamw_lr=options.lr,
                 weight_decay=options.weight_decay,
@@ -125,10 +131,21 @@ class PolicyLearner:
         ]
 
     def snapshot(self) -> dict[str, Tensor]:
-        """A copy of the policy's weights on the CPU."""
-        return {name: tensor.to("cpu", copy=True) for name, tensor in weights(self.policy).items()}
+        """A copy, on the CPU, of what a version is made of: the policy's weights, or its adapter's."""
+        made_of = weights(self.policy) if self.lora is None else adapter_weights(self.policy)
+        return {name: tensor.to("cpu", copy=True) for name, tensor in made_of.items()}
 
     def config(self) -> dict[str, Any]:
+        """What belongs beside those weights."""
+        if self.lora is not None:
+            return adapter_config(self.policy, self.lora, self._base)
+        return self.whole_config()
+
+    def whole(self) -> dict[str, Tensor]:
+        """The whole policy's weights, with what an adapter adds to them."""
+        return weights(self.policy) if self.lora is None else merged_weights(self.policy)
+
+    def whole_config(self) -> dict[str, Any]:
         return config_of(self.policy)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -109,7 +109,7 @@ class Run:
             saving.restore(self.books, resumed)
             self._floor.finished = dict(resumed.waiting)
             self._steering.load_state(resumed.controllers)
-        self._store = PolicyStore(settings.out / "policies")
+        self._store = PolicyStore(settings.out / "policies", adapters=learner.lora is not None)
         self._sinks = Sinks(settings.out, None if resumed is None else resumed.update)
         self._progress = Progress(settings.updates)
         self._speed = Speedometer(self._roles, self.books.ledger)
@@ -277,7 +277,14 @@ class Run:
             self._store.remove(version)
         parent = version - 1 if version else None
         seen = int(self._learner.trainer.weight_seen)
-        manifest = PolicyManifest(version, parent, "", self._base_id, tokens_seen=seen)
+        manifest = PolicyManifest(
+            version,
+            parent,
+            "",
+            self._base_id,
+            tokens_seen=seen,
+            lora_rank=self._settings.lora.rank,
+        )
         return self._store.publish(weights, self._learner.config(), manifest)
 
     async def _after_update(self, groups: dict[str, list[Rollout]], report: BatchReport) -> None:
@@ -344,6 +351,7 @@ class Run:
             "environment options": settings.environment.options,
             "group size": settings.group_size,
             "seed": settings.seed,
+            "lora": settings.lora.model_dump() if settings.lora.rank else None,
         }
 
     async def _checkpoint(self) -> None:

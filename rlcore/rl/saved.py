@@ -75,7 +75,7 @@ def load(out: Path, identity: Mapping[str, Any]) -> Saved:
     tensors, facts = found
     try:
         for name, value in identity.items():
-            if (had := facts["identity"][name]) != value:
+            if (had := dict(facts["identity"]).get(name)) != value:
                 raise UsageError(
                     f"the checkpoint in {out} has {name} {had}, this run {value}; "
                     "resume with the same, or give another --out"

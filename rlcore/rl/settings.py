@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field, SecretStr, field_validator, model_validat
 
 from rlcore.algorithms.recipes import Recipe, RecipeError, recipe_named
 from rlcore.asynchrony.temperature import LEAST, MOST
+from rlcore.policy.lora import Lora
 from rlcore.settings import CommonSettings, Method, Speculation
 
 RECIPE_FIELDS = frozenset(f.name for f in dataclasses.fields(Recipe)) - {"name", "source"}
@@ -67,6 +68,22 @@ class OptimiserOptions(BaseModel, extra="forbid"):
         "float32", description="Of the layers' products; weights and logits are float32"
     )
     device: str = Field("auto", description="'auto', 'cpu', or a CUDA device")
+
+
+class LoraOptions(BaseModel, extra="forbid"):
+    """Train an adapter of the policy in place of all its weights."""
+
+    rank: int = Field(0, ge=0, le=512, description="Of the adapter; 0 trains the whole policy")
+    alpha: float = Field(
+        32.0, gt=0, description="What the adapter adds is scaled by alpha over rank"
+    )
+    targets: list[str] = Field(
+        default_factory=list,
+        description="Linear layers that are adapted, as in q_proj; default: all of the decoder",
+    )
+
+    def chosen(self) -> Lora | None:
+        return Lora(self.rank, self.alpha, self.targets) if self.rank else None
 
 
 class EngineOptions(BaseModel, extra="forbid"):
@@ -188,6 +205,7 @@ class RLTrainSettings(RunSettings):
     dry_run: bool = Field(False, description="Check everything that can be, and start nothing")
     sampling: SamplingOptions = Field(default_factory=SamplingOptions)
     optimiser: OptimiserOptions = Field(default_factory=OptimiserOptions)
+    lora: LoraOptions = Field(default_factory=LoraOptions)
     engine: TrainingEngineOptions = Field(default_factory=TrainingEngineOptions)
 
     @field_validator("out")
@@ -223,6 +241,7 @@ class RLEvalSettings(RunSettings):
     """Measure a policy on the held-out tasks of a run's file.
 
     usage: rl-eval FOLDER|URL PRESET|FILE.toml [flags]. With a URL --model names the tokenizer's folder.
+    The folder may hold a LoRA adapter.
     """
 
     file_of: ClassVar[type[CommonSettings] | None] = RLTrainSettings

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from rlcore.engine.adapter_counts import POLICY_ID
+from rlcore.engine.adapters import Adapter, AdapterSlot
 from rlcore.engine.policy import PolicySlot
 from rlcore.engine.slot import SwapReport, Weights, WeightSlot
 from rlcore.engine.swap import DraftSlot
@@ -14,6 +16,9 @@ from rlcore.engine.worker import PacelineWorker
 from rlcore.weights import WeightError
 
 STAGES = ("check", "begin", "load", "half-way", "finish", "read-back", "silently wrong")
+
+
+ADAPTER_STAGES = ("half-way", "put", "silently wrong")
 
 
 class InjectedFault(RuntimeError):
@@ -86,6 +91,30 @@ class FaultyPolicy(Faults, PolicySlot):
         return super().check(*args)
 
 
+class FaultyAdapter(AdapterSlot):
+    """Fails at ``fail_stage`` once; a restore is not affected."""
+
+    fail_stage: str | None = None
+
+    def make_live(self, *args: Any) -> SwapReport:
+        try:
+            return super().make_live(*args)
+        finally:
+            self.fail_stage = None
+
+    def put(self, adapter: Adapter) -> None:
+        if self.fail_stage == "half-way":
+            self._manager.remove_adapter(POLICY_ID)
+            raise InjectedFault("half-way")
+        super().put(adapter)
+        if self.fail_stage == "put":
+            raise InjectedFault("put")
+        if self.fail_stage == "silently wrong":
+            index = self._manager.lora_index_to_id.index(POLICY_ID)
+            layer = next(iter(self._manager.modules.values()))
+            layer.lora_b_stacked[0][index] += 1
+
+
 def digest_of(model: torch.nn.Module) -> float:
     return sum(
         float((p.double() * torch.arange(1, p.numel() + 1).view_as(p).double()).sum())
@@ -97,6 +126,7 @@ def digest_of(model: torch.nn.Module) -> float:
 class FaultyWorker(PacelineWorker):
     slot_class = FaultySlot
     policy_class = FaultyPolicy
+    adapter_class = FaultyAdapter
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         self._seen: list[list[int]] = []
@@ -108,8 +138,8 @@ class FaultyWorker(PacelineWorker):
         self._slot.fail_stage = stage
 
     def test_fail_policy_at(self, stage: str) -> None:
-        assert stage in STAGES
-        assert isinstance(self._policy, FaultyPolicy)
+        assert stage in STAGES + ADAPTER_STAGES
+        assert isinstance(self._policy, (FaultyPolicy, FaultyAdapter))
         self._policy.fail_stage = stage
 
     def test_acceptance(self) -> dict[int, tuple[int, int]]:
@@ -118,6 +148,11 @@ class FaultyWorker(PacelineWorker):
             version: (sum(count.drafted), sum(count.accepted))
             for version, count in self._capture.acceptance.items()
         }
+
+    def test_adapters(self) -> dict[str, tuple[int, int]]:
+        """By adapter: steps with drafts, and the tokens that they emitted."""
+        counts = self._capture.adapters.counts()
+        return {one.adapter: (one.total.steps, one.total.emitted) for one in counts}
 
     def test_drafts(self) -> list[list[int]]:
         """The drafts verified since the last call, step by step."""

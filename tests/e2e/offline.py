@@ -4,7 +4,8 @@ As a script: ``python -m tests.e2e.offline JOB OUT``. As a module: ``run(job)`` 
 of its own. A job holds ``model``, ``worker``, ``draft`` (None: no speculation), ``method``, ``k`` and
 ``actions``, each a list of a name and its arguments:
 
-``scheduler`` (None: the product's) and ``worker`` are class paths.
+``scheduler`` (None: the product's) and ``worker`` are class paths. With a ``rank`` the policy's versions
+are adapters up to it, and requests may name others.
 
 - ``generate``: requests (token ids and sampling parameters), and swaps by engine step. The engine
   core runs inside the driving process, so a swap lands between two chosen steps of running requests.
@@ -33,7 +34,8 @@ WORKER = "tests.e2e.faulty_worker.FaultyWorker"
 def job(model: Path, draft: Path | None, method: str, k: int, **more: Any) -> dict[str, Any]:
     return {
         "model": str(model), "draft": draft and str(draft), "method": method, "k": k,
-        "max_model_len": 256, "max_num_seqs": 64, "worker": WORKER, "scheduler": None, **more,
+        "max_model_len": 256, "max_num_seqs": 64, "worker": WORKER, "scheduler": None, "rank": 0,
+        **more,
     }  # fmt: skip
 
 
@@ -42,10 +44,12 @@ def generate(
     sampling: list[dict[str, Any]],
     swaps: dict[int, tuple] | None = None,
     policies: dict[int, tuple] | None = None,
+    adapters: list[Path | None] | None = None,
 ) -> tuple[str, dict[str, Any]]:
     """One sampling dict for each prompt; ``swaps`` and ``policies`` map an engine step to (folder,
-    version)."""
+    version); ``adapters``: that each prompt's request names, by its folder."""
     return "generate", {
+        "adapters": [folder and str(folder) for folder in adapters or [None] * len(prompts)],
         "prompts": prompts,
         "sampling": sampling,
         "swaps": {str(step): [str(f), v] for step, (f, v) in (swaps or {}).items()},
@@ -104,8 +108,11 @@ class Engine:
         options = EngineOptions(
             target_version=0, draft_version=0, draft_rates=[], speculation="fixed",
             link_endpoint=f"ipc://{tempfile.mkdtemp()}/link", trace_endpoint=None, capture_rate=0.0,
-            capture_span_tokens=2048, capture_queue=256,
+            capture_span_tokens=2048, capture_queue=256, policy_rank=given["rank"],
         )  # fmt: skip
+        lora: dict[str, Any] = {}
+        if given["rank"]:
+            lora = {"enable_lora": True, "max_lora_rank": given["rank"], "max_loras": 3}
         speculative = None
         if given["draft"] is not None:
             speculative = speculative_config(
@@ -116,24 +123,37 @@ class Engine:
             max_model_len=given["max_model_len"], max_num_seqs=given["max_num_seqs"],
             skip_tokenizer_init=True, worker_cls=given["worker"], seed=0,
             scheduler_cls=given["scheduler"] or SCHEDULER_CLASS,
-            additional_config=options.to_config(), speculative_config=speculative,
+            additional_config=options.to_config(), speculative_config=speculative, **lora,
         )  # fmt: skip
+        self._rank = given["rank"]
         self._core = self.llm.llm_engine.engine_core.engine_core
         self._core.set_weight_version("0")
         self._requests = 0
 
-    def generate(self, prompts, sampling, swaps, policies) -> dict[str, Any]:
+    def _adapter(self, folder: str | None) -> Any:
+        """As the front side has it: a request that names none has the policy's."""
+        from vllm.lora.request import LoRARequest
+
+        from rlcore.engine.adapters import POLICY_ADAPTER
+
+        if folder is None:
+            return POLICY_ADAPTER if self._rank else None
+        number = 1 + sum(Path(folder).name.encode())  # the same for the same name
+        return LoRARequest(Path(folder).name, number, folder)
+
+    def generate(self, prompts, sampling, swaps, policies, adapters) -> dict[str, Any]:
         from vllm import SamplingParams
 
         engine = self.llm.llm_engine
         order = []
-        for ids, params in zip(prompts, sampling, strict=True):
+        for ids, params, adapter in zip(prompts, sampling, adapters, strict=True):
             order.append(f"r{self._requests:06d}")
             self._requests += 1
             engine.add_request(
                 order[-1],
                 {"prompt_token_ids": ids},
                 SamplingParams(**params, ignore_eos=True, detokenize=False),
+                lora_request=self._adapter(adapter),
             )
         done: dict[str, Any] = {}
         reports = []
@@ -187,7 +207,9 @@ class Engine:
 
 
 def digest(folder: str) -> str:
-    return hashlib.sha256((Path(folder) / "model.safetensors").read_bytes()).hexdigest()
+    names = ("adapter_model.safetensors", "model.safetensors")
+    path = next(p for p in (Path(folder) / name for name in names) if p.exists())
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def main() -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from rlcore.policy.model import sampled_logprobs
 from rlcore.policy.packing import WeightedRollout, pack
-from rlcore.rl.export import export
+from rlcore.rl.export import export, export_adapter
 from rlcore.rl.learn import PolicyLearner
 from rlcore.rollout import Rollout
 from tests.rlcore.rl.made import VOCABULARY, a_rollout, make_policy, make_settings
@@ -191,3 +192,52 @@ def test_what_is_published_is_the_policy_as_it_is(base):
     learner.train(a_batch(), 0)
     assert same(learner.snapshot(), parameters(learner))
     assert learner.config()["architectures"] == ["LlamaForCausalLM"]
+
+
+LORA = {"lora": {"rank": 4, "alpha": 8.0}}
+
+
+def test_an_adapter_learns_what_is_rewarded_and_the_base_stays_as_it_was(base):
+    learner = a_learner(base, **LORA)
+    frozen = {name: p for name, p in parameters(learner).items() if ".lora_" not in name}
+    batch = a_batch()
+    before = probability(learner, batch[0], GOOD)
+    for update in range(8):
+        report = learner.train(batch, update)
+        assert report.trained
+    assert probability(learner, batch[0], GOOD) > before + 0.01
+    after = parameters(learner)
+    assert all(torch.equal(after[name], p) for name, p in frozen.items())
+    assert all(".lora_" in name for name in learner.trainer.optimizer.parameters)
+
+
+def test_an_adapter_is_resumed_bit_for_bit(base):
+    first, second = a_learner(base, **LORA), a_learner(base, **LORA, seed=5)
+    first.train(a_batch(1), 0)
+    tensors, counters = first.state()
+    assert all("lora" in name for name in tensors if name.startswith("module."))
+    second.load_state(tensors, counters)
+    for learner in (first, second):
+        learner.train(a_batch(2), 1)
+    for name, tensor in first.snapshot().items():
+        assert torch.equal(second.snapshot()[name], tensor), name
+
+
+def test_an_adapter_is_left_as_peft_opens_it_and_merged_into_a_whole_policy(base, tmp_path):
+    learner = a_learner(base, **LORA)
+    for update in range(4):
+        learner.train(a_batch(update), update)
+    export(learner, base, tmp_path / "policy")
+    export_adapter(learner, tmp_path / "adapter")
+    ids = torch.tensor([[3, 9, 27, 1]])
+    with torch.no_grad():
+        want = learner.policy(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
+        torch.testing.assert_close(merged(ids).logits, want, atol=1e-5, rtol=1e-5)
+        plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        assert not torch.allclose(plain(ids).logits, want, atol=1e-4)
+        adapted = PeftModel.from_pretrained(plain, tmp_path / "adapter")
+        torch.testing.assert_close(adapted(ids).logits, want, atol=1e-5, rtol=1e-5)
+    assert json.loads((tmp_path / "policy/config.json").read_text())["architectures"] == [
+        "LlamaForCausalLM"
+    ]
