@@ -186,7 +186,7 @@ async def measure(args: argparse.Namespace, server: ServerProcess, folder: Path)
         watching = asyncio.create_task(watch(server, begun, readings))
         await asyncio.sleep(max(0.0, begun + args.seconds - time.time()))
         recovery = await recover(args, server, model, before)
-        await asyncio.wait_for(process.wait(), args.deadline + 60)
+        await asyncio.wait_for(process.wait(), args.deadline + pace + 60)
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
     finally:

@@ -29,13 +29,12 @@ async def start_locust(
     """``users`` who each ask every ``pace`` seconds; what becomes of it goes to ``out``, line by line."""
     settings = {
         "out": str(out), "model": model, "max_tokens": args.max_tokens, "pace": pace,
-        "deadline": args.deadline, "seed": args.seed,
+        "deadline": args.deadline, "seed": args.seed, "seconds": args.seconds,
     }  # fmt: skip
     command = [
         sys.executable, "-m", "locust", "--headless", "--locustfile", str(LOCUSTFILE),
         "--host", server.url, "--users", str(users), "--spawn-rate", str(users),
-        "--run-time", f"{math.ceil(args.seconds)}s", "--stop-timeout", str(math.ceil(args.deadline)),
-        "--only-summary", "--exit-code-on-error", "0",
+        "--stop-timeout", str(math.ceil(args.deadline)), "--only-summary", "--exit-code-on-error", "0",
     ]  # fmt: skip
     environment = {**os.environ, "PACELINE_OVERLOAD": json.dumps(settings), "NO_PROXY": "127.0.0.1"}
     with open(out.with_suffix(".log"), "wb") as log:

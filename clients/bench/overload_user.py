@@ -14,6 +14,7 @@ from typing import Any
 
 import requests
 from locust import HttpUser, constant_pacing, task
+from locust.exception import StopUser
 
 SETTINGS = json.loads(os.environ["PACELINE_OVERLOAD"])
 RANDOM = random.Random(SETTINGS["seed"])
@@ -31,17 +32,30 @@ def prompt() -> str:
 
 
 class Asker(HttpUser):
-    """Asks once every ``pace`` seconds, and does not come back sooner when it is refused."""
+    """Asks once every ``pace`` seconds, and does not come back sooner when it is refused.
+
+    The load ends so many seconds after its first request; the last user to leave ends locust, whose own
+    clock starts before it is ready.
+    """
 
     wait_time = constant_pacing(SETTINGS["pace"])
+    asking = 0
+    end = 0.0
 
     def on_start(self) -> None:
-        time.sleep(
-            RANDOM.random() * SETTINGS["pace"]
-        )  # users are not in step; locust makes it gevent's
+        Asker.asking += 1
+        # Users are not in step. Locust has made this sleep gevent's.
+        time.sleep(RANDOM.random() * SETTINGS["pace"])
 
     @task
     def ask(self) -> None:
+        if not Asker.end:
+            Asker.end = time.time() + SETTINGS["seconds"]
+        if time.time() >= Asker.end:
+            Asker.asking -= 1
+            if Asker.asking == 0:
+                self.environment.runner.quit()
+            raise StopUser
         body = {
             "model": SETTINGS["model"],
             "messages": [{"role": "user", "content": prompt()}],
