@@ -7,11 +7,13 @@ last (its checkpoint is loaded once more; where that is gone, the server's own t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlcore.errors import PacelineError
 from rlcore.log import get_logger
@@ -23,11 +25,16 @@ if TYPE_CHECKING:
 
 log = get_logger("server")
 
+T = TypeVar("T")
+
 WATCH_INTERVAL = 0.1
 """Seconds between two looks at whether the engine is alive."""
 
 STOP_DEADLINE = 10.0
 """Seconds an engine is given to end before its processes are killed."""
+
+START_STOP_DEADLINE = 30.0
+"""Seconds that an engine which is just starting has to fail, its processes being killed."""
 
 
 class ServeError(PacelineError):
@@ -90,7 +97,7 @@ class EngineKeeper:
         began = time.monotonic()
         try:
             arguments = await asyncio.to_thread(self._arguments)
-            self._starting = asyncio.ensure_future(asyncio.to_thread(self._start_engine, arguments))
+            self._starting = _in_thread(lambda: self._start_engine(arguments))
             async with asyncio.timeout(START_DEADLINE):
                 self.llm = await asyncio.shield(self._starting)
                 await self._install(self.llm)
@@ -121,7 +128,7 @@ class EngineKeeper:
 
     async def stop(self) -> None:
         """End the engine, also one that is just starting."""
-        deadline = time.monotonic() + STOP_DEADLINE
+        deadline = time.monotonic() + START_STOP_DEADLINE
         while self._starting is not None and not self._starting.done():
             kill_engine_processes()  # the start fails for it
             if time.monotonic() > deadline:
@@ -138,6 +145,29 @@ class EngineKeeper:
             except TimeoutError:
                 log.warning("the engine did not end in time and is killed")
         kill_engine_processes()
+
+
+def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Its result, of a thread that does not hold up the end of the process when it never comes."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(settle_it: Callable[[Any], None], value: Any) -> None:
+        if not future.done():
+            settle_it(value)
+
+    def run() -> None:
+        settle_it: Callable[[Any], None]
+        value: Any
+        try:
+            settle_it, value = future.set_result, work()
+        except BaseException as error:  # whatever it is belongs to whoever waits
+            settle_it, value = future.set_exception, error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, settle_it, value)
+
+    threading.Thread(target=run, name="paceline-engine-start", daemon=True).start()
+    return future
 
 
 def kill_engine_processes() -> None:

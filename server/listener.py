@@ -18,6 +18,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from rlcore.errors import PacelineError
 from server.overload import MAX_HEAD_BYTES
 
 KEEP_ALIVE = 5
@@ -28,6 +29,10 @@ HEAD_DEADLINE = 30.0
 
 LINGER = 2
 """Seconds that responses which were ended are given to leave, before connections are cut."""
+
+
+class ListenError(PacelineError):
+    """The server cannot listen like this."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -89,7 +94,7 @@ class Listener(uvicorn.Server):
 
 
 def make_listener(app: ASGIApp, args: Namespace) -> Listener:
-    """``args``: vLLM's, for TLS. Raises OSError or ssl.SSLError where its files cannot be used."""
+    """``args``: vLLM's, for TLS. Raises ListenError where its files cannot be used."""
     config = uvicorn.Config(
         app,
         http=LimitedProtocol,
@@ -104,7 +109,10 @@ def make_listener(app: ASGIApp, args: Namespace) -> Listener:
         ssl_cert_reqs=args.ssl_cert_reqs,
         ssl_ciphers=args.ssl_ciphers,
     )
-    config.load()
+    try:
+        config.load()
+    except OSError as error:  # an SSLError is one
+        raise ListenError(f"the TLS files cannot be used: {error}") from None
     return Listener(config)
 
 
