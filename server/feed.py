@@ -88,7 +88,9 @@ class Feed:
         self._lengths: dict[tuple[str, str], float] = {}
         self._subscribers: set[Subscriber] = set()
         self._drifts: int | None = None
-        self._changes = deque(map(_draft_change, state.drafts.history.changes), KEPT_CHANGES)
+        changes = state.drafts.history.changes
+        self._changes = deque(map(_draft_change, changes), KEPT_CHANGES)
+        self._told = changes[-1] if changes else None
         self.last: Sample | None = None
         self.dropped = 0
         """Subscribers that were too slow."""
@@ -208,8 +210,15 @@ class Feed:
         self._drifts = drifts
 
     def _draft_changed(self) -> None:
-        if self._state.drafts.history.changes:
-            self._changed(_draft_change(self._state.drafts.history.changes[-1]))
+        """Swaps that follow at once upon another are heard of only when both are done."""
+        fresh = []
+        for change in reversed(self._state.drafts.history.changes):
+            if change is self._told:
+                break
+            fresh.append(change)
+        for change in reversed(fresh):
+            self._told = change
+            self._changed(_draft_change(change))
 
     def _policy_changed(self) -> None:
         swaps = self._state.policy.swaps
@@ -221,8 +230,6 @@ class Feed:
         )
 
     def _changed(self, change: Change) -> None:
-        if self._changes and self._changes[-1] == change:
-            return
         self._changes.append(change)
         self._tell(event("change", change))
 

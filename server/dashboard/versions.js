@@ -21,7 +21,7 @@ function row(draft, listing, busy) {
     element("th", { scope: "row", text: `v${draft.version}` }),
     cell("Origin", [element("span", {}, origin)], ""),
     cell("Made", draft.created ? clock(draft.created) : UNKNOWN, ""),
-    cell("Held-out length", number(draft.heldout_length, 3)),
+    cell("Held-out", number(draft.heldout_length, 3)),
     cell("Gain", [element("span", {}, gained)]),
     cell("Live length", number(acceptance?.length ?? null, 3)),
     cell("Live steps", acceptance ? count(acceptance.steps) : UNKNOWN),

@@ -106,6 +106,18 @@ def test_a_swap_is_told_at_once_and_remembered(server: StandIn):
     assert [c.kind for c in history.changes[-2:]] == ["swap", "rollback"]
 
 
+def test_swaps_that_follow_at_once_are_all_told(server: StandIn):
+    stream = events(server.url)
+    next(stream)
+
+    async def both() -> None:
+        await asyncio.gather(server.drafts.activate(1), server.drafts.activate(2))
+
+    server.call(both())
+    told = [next_of("change", stream).version for _ in range(2)]
+    assert told == [1, 2]
+
+
 def test_a_drift_is_told_when_the_learner_counts_one(server: StandIn):
     stream = events(server.url)
     next_of("sample", stream)
