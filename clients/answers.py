@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from openai import BaseModel
 
-from rlcore.records import AcceptanceCount, CaptureCounts, DraftManifest
+from rlcore.records import AcceptanceCount, CaptureCounts, DraftManifest, PurgeCounts
 
 
 class Acceptance(AcceptanceCount):
@@ -147,6 +147,13 @@ class Activated(msgspec.Struct, kw_only=True):
     live: int
     previous: int | None
     seconds: float
+
+
+class Purged(msgspec.Struct, kw_only=True):
+    """All that was kept of a tenant's traffic is gone; ``deleted`` counts it."""
+
+    tenant: str
+    deleted: PurgeCounts
 
 
 class PolicyState(msgspec.Struct, kw_only=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 import msgspec
@@ -21,6 +21,7 @@ from clients.answers import (
     LiveChange,
     PolicyState,
     PolicySwap,
+    Purged,
     Status,
 )
 from clients.events import FeedEvent, FeedParser
@@ -33,6 +34,8 @@ SWAP_SECONDS = 120.0
 """A swap waits for the step at hand, and reads and checks a file."""
 POLICY_SECONDS = 600.0
 """A policy is as large as the target."""
+PURGE_SECONDS = 120.0
+"""The learner and its files are asked, and the server gives up before that."""
 FEED_SECONDS = 15.0
 """A feed has a sample every second; one that is silent for so long is broken."""
 CONNECT_RETRIES = 2
@@ -125,6 +128,11 @@ def _set_policy(folder: Path, version: int, sha256: str) -> _Call:
     return _Call("POST", "policy", PolicySwap, body=body, seconds=POLICY_SECONDS)
 
 
+def _purge(tenant: str) -> _Call:
+    where = f"tenants/{quote(tenant, safe='')}/traces"
+    return _Call("DELETE", where, Purged, seconds=PURGE_SECONDS)
+
+
 def _feed(history_s: int | None) -> dict[str, Any]:
     params = None if history_s is None else {"history": history_s}
     return {"method": "GET", "url": "feed", "params": params, "timeout": _timeout(FEED_SECONDS)}
@@ -173,6 +181,11 @@ class Routes:
     def set_policy(self, folder: Path, version: int, sha256: str) -> PolicySwap:
         """Make a checkpoint in a folder of the server's machine the live target."""
         answer: PolicySwap = self._call(_set_policy(folder, version, sha256))
+        return answer
+
+    def purge(self, tenant: str) -> Purged:
+        """Delete all that is kept of a tenant's traffic; an error with status 503 means not yet."""
+        answer: Purged = self._call(_purge(tenant))
         return answer
 
     def feed(self, history_s: int | None = None) -> Iterator[FeedEvent]:
@@ -248,6 +261,11 @@ class AsyncRoutes:
     async def set_policy(self, folder: Path, version: int, sha256: str) -> PolicySwap:
         """Make a checkpoint in a folder of the server's machine the live target."""
         answer: PolicySwap = await self._call(_set_policy(folder, version, sha256))
+        return answer
+
+    async def purge(self, tenant: str) -> Purged:
+        """Delete all that is kept of a tenant's traffic; an error with status 503 means not yet."""
+        answer: Purged = await self._call(_purge(tenant))
         return answer
 
     async def feed(self, history_s: int | None = None) -> AsyncIterator[FeedEvent]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +59,7 @@ class Answer:
 
     def summary(self) -> str:
         """In one line."""
-        parts = [f"{self.tokens} tokens"]
+        parts = [f"{self.tokens} token{'' if self.tokens == 1 else 's'}"]
         if self.steps:
             parts[0] += f", {self.accepted} of them drafts"
         if self.tokens_per_second is not None:
@@ -77,7 +77,7 @@ class Answer:
 
 def stream(
     client: PacelineClient, messages: Messages, options: Options, answer: Answer
-) -> Iterator[Piece]:
+) -> Generator[Piece, None, None]:
     """The pieces of one answer, which is filled meanwhile. Raises what the ``openai`` package raises.
 
     Closing the iterator closes the connection, and with it the server ends the request.

@@ -45,8 +45,7 @@ class Screen:
             sys.stdout.flush()
             return
         text = CONTROL.sub("\N{REPLACEMENT CHARACTER}", piece.text)
-        self._out.print(Text(text, style=STYLES[piece.accepted]), end="")
-        self._out.file.flush()
+        self._out.out(text, style=STYLES[piece.accepted] or None, end="", highlight=False)
 
     def end_answer(self) -> None:
         """The next thing begins on a line of its own."""

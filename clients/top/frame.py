@@ -85,7 +85,7 @@ def _figures(state: TopState, sample: Sample, width: int, height: int | None) ->
         [f"{sample.running} running", f"{sample.waiting} waiting", f"engine {busy} busy"],
         width,
     )
-    facts = [learner.state]
+    facts: list[str] = [learner.state]
     if learner.state not in ("off", "away"):
         facts += [
             f"{learner.updates:,} updates",
@@ -111,12 +111,14 @@ def _figures(state: TopState, sample: Sample, width: int, height: int | None) ->
 
 def _speedup(sample: Sample, narrow: bool) -> list[Text]:
     """The one large number, and beside it what it is made of."""
-    known = sample.speedup is not None
-    rows = large(f"{sample.speedup:.2f}x" if known else UNKNOWN)
-    style = "bold green" if known and sample.speedup >= 1 else "bold yellow" if known else "dim"
+    speedup = sample.speedup
+    if speedup is None:
+        rows, style = large(UNKNOWN), "dim"
+    else:
+        rows, style = large(f"{speedup:.2f}x"), "bold green" if speedup >= 1 else "bold yellow"
     plain = _number(sample.plain_tokens_per_s, 1)
     beside = [
-        "speed-up" if known else "speed-up not known",
+        "speed-up not known" if speedup is None else "speed-up",
         f"{sample.tokens_per_s:.1f} tokens/s",
         f"{plain} undrafted" if narrow else f"{plain} tokens/s without drafts (estimate)",
     ]

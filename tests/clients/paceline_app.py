@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 
 from rlcore.engine.frontend import current_ticket
 from rlcore.feed import History
-from rlcore.records import AcceptanceCount, CaptureCounts, EngineReport
+from rlcore.records import AcceptanceCount, CaptureCounts, EngineReport, PurgeCounts
 from server.access import Access, Gate
 from server.feed import Subscriber, TooManySubscribers, event
 from server.middleware import DraftAccount
@@ -25,6 +25,7 @@ from server.policy import Policy
 from server.quotas import Quotas
 from server.routes import router
 from server.routes_feed import router as feed_router
+from server.routes_tenants import router as tenants_router
 from server.status import ServerState
 from tests.clients.recorded import history, sample
 from tests.clients.stub import chunk
@@ -86,6 +87,7 @@ class PacelineApp:
         self.pause = 0.0
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
+        self.purged: list[str] = []
         self.left = threading.Event()
         """Set when a client goes before its answer has ended."""
         self.feed = RecordedFeed()
@@ -100,7 +102,9 @@ class PacelineApp:
         )  # fmt: skip
         inner.state.paceline_feed = self.feed
         inner.include_router(router)
+        inner.state.paceline_purges = SimpleNamespace(purge=self.purge)
         inner.include_router(feed_router)
+        inner.include_router(tenants_router)
         inner.get("/v1/models")(self.models)
         inner.post("/v1/chat/completions", response_model=None)(self.chat)
         account = DraftAccount(inner, self.drafts, self.policy, self.acceptance_of)
@@ -118,6 +122,10 @@ class PacelineApp:
         for step in self.answer[1:]:
             count.observe(2, len(step) - 1)
         return [msgspec.to_builtins(count) | {"length": count.length}]
+
+    async def purge(self, tenant: str) -> PurgeCounts:
+        self.purged.append(tenant)
+        return PurgeCounts(replay_spans=3, recorded_traces=1)
 
     async def models(self) -> dict[str, Any]:
         one = {"id": MODEL, "object": "model", "created": 0, "owned_by": "x"}

@@ -71,6 +71,10 @@ def test_every_route_has_a_typed_answer(server, client, tmp_path):
     assert (swap.version, swap.frozen_tokens) == (1, 40)
     assert client.paceline.policy().swaps == [swap]
 
+    purged = client.paceline.purge("team-a")
+    assert (purged.tenant, purged.deleted.replay_spans) == ("team-a", 3)
+    assert server.purged == ["team-a"]
+
 
 def test_what_the_server_refuses_has_its_status_and_its_words(server, client, tmp_path):
     with pytest.raises(PacelineAPIError, match="there is no draft version 99") as refused:
@@ -169,6 +173,7 @@ def test_the_async_client_does_the_same(server, tmp_path):
             assert [change.version for change in await paceline.history()] == [3, 0]
             assert len((await paceline.drafts()).drafts) == 4
             assert (await paceline.policy()).live == 0
+            assert (await paceline.purge("a")).deleted.recorded_traces == 1
             with pytest.raises(PacelineAPIError, match="409"):
                 await paceline.set_policy(tmp_path / "nothing", 5, "0" * 64)
             answer = await client.for_requests(usage=True).chat.completions.create(**ASK)
