@@ -9,7 +9,13 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rlcore.records import AcceptanceCount, CaptureCounts, EngineReport, LearnerReport
+from rlcore.records import (
+    AcceptanceCount,
+    AdapterAcceptance,
+    CaptureCounts,
+    EngineReport,
+    LearnerReport,
+)
 from server.drafts import SwapStatistics
 from server.history import Change
 from server.metrics import PacelineCollector
@@ -17,6 +23,12 @@ from server.policy import Policy
 from server.status import ServerState
 
 ENGINE = {
+    "paceline_ready": ("gauge", set()),
+    "paceline_engine_restarts": ("counter", set()),
+    "paceline_requests_refused": ("counter", {"reason"}),
+    "paceline_adapter_acceptance_length": ("gauge", {"adapter"}),
+    "paceline_adapter_decode_steps": ("counter", {"adapter", "drafted"}),
+    "paceline_adapter_emitted_tokens": ("counter", {"adapter"}),
     "paceline_acceptance_length": ("gauge", {"draft_version"}),
     "paceline_draft_tokens": ("counter", {"draft_version", "position"}),
     "paceline_accepted_tokens": ("counter", {"draft_version", "position"}),
@@ -63,6 +75,7 @@ def state(report: EngineReport | None, learner: Any) -> ServerState:
     return ServerState(
         drafts=drafts, engine_link=SimpleNamespace(report=report), learner_link=learner,
         policy=policy, target_id="t", speculative_tokens=3, started=0.0,
+        ready=lambda: True, engine_restarts=lambda: 2, refused={"overloaded": 5},
     )  # fmt: skip
 
 
@@ -71,7 +84,8 @@ def engine_report() -> EngineReport:
     for k, accepted in ((3, 3), (3, 1), (3, 0), (0, 0)):
         count.observe(k, accepted)
     capture = CaptureCounts(9, 7, {"queue_full": 2})
-    return EngineReport("w", 5, 3, [count], capture)
+    adapters = [AdapterAcceptance("a", count)]
+    return EngineReport("w", 5, 3, [count], capture, adapters=adapters)
 
 
 def scrape(state: ServerState) -> dict[str, Any]:
@@ -109,6 +123,13 @@ def test_every_family_has_its_documented_name_type_and_labels():
         assert families[name].samples, name
         assert all(set(s.labels) == labels for s in families[name].samples), name
         assert families[name].documentation
+
+
+def test_readiness_restarts_and_refusals_are_told():
+    families = full()
+    assert value(families, "paceline_ready") == 1
+    assert value(families, "paceline_engine_restarts_total") == 2
+    assert value(families, "paceline_requests_refused_total", reason="overloaded") == 5
 
 
 def test_acceptance_is_counted_by_version_and_position():
