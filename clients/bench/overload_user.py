@@ -70,9 +70,10 @@ class Asker(HttpUser):
             "status": 0,
             "complete": False,
         }
+        # Its own connection: a kept one may be closed by the server just as it is used again.
         with self.client.post(
             "/v1/chat/completions", json=body, stream=True, timeout=SETTINGS["deadline"],
-            catch_response=True,
+            catch_response=True, headers={"connection": "close"},
         ) as response:  # fmt: skip
             event["status"] = response.status_code
             try:

@@ -136,5 +136,6 @@ def test_a_run_sees_the_capacity_the_refusals_and_the_recovery(tmp_path: Path) -
     assert found.refused_rightly > found.served > 10
     assert (found.refused_wrongly, found.broken, found.health_failures) == (0, 0, 0)
     assert found.latency_s.max < args.deadline
+    assert found.others == []
     assert report["recovery_s"] is not None
     assert overload.fit(report)
