@@ -14,6 +14,7 @@ from pydantic import (
     PrivateAttr,
     SecretStr,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -29,7 +30,7 @@ from pydantic_settings import (
 
 from rlcore.errors import UsageError
 from rlcore.home import default_home
-from rlcore.transport import EndpointError, check_endpoint
+from rlcore.link_settings import KeepsTraces, LearnerEnd, ServerEnd, link_endpoint
 
 CONFIG_FILE = "paceline.toml"
 """Read from the working folder when ``--config`` names no other."""
@@ -118,7 +119,7 @@ class CommonSettings(BaseSettings):
         return (init_settings, env_settings, _FileSource(settings_cls, _config_file))
 
 
-class ServeSettings(CommonSettings):
+class ServeSettings(CommonSettings, ServerEnd, KeepsTraces):
     """Serve a model with speculative decoding and a drafter that learns from the traffic.
 
     Every flag can also stand in a TOML file (--config FILE; paceline.toml in the working folder is
@@ -151,9 +152,22 @@ class ServeSettings(CommonSettings):
         "127.0.0.1", description="Address to listen on; others than loopback need a key"
     )
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on")
-    api_key: SecretStr | None = Field(None, description="Key that every route asks for")
+    api_key: SecretStr | None = Field(
+        None,
+        description="Key that every route asks for; may name any tenant, and is the admin's unless there is "
+        "an --admin-key",
+    )
+    admin_key: SecretStr | None = Field(
+        None, description="Key that may change what is served, and purge any tenant's traces"
+    )
+    keys_file: Path | None = Field(
+        None,
+        description="Keys and rules of the tenants (paceline keys new); read again when it changes",
+    )
     max_running: int | None = Field(
-        None, ge=1, description="Requests that the engine works on at once; default: vLLM's max_num_seqs"
+        None,
+        ge=1,
+        description="Requests that the engine works on at once; default: vLLM's max_num_seqs",
     )
     max_waiting: int | None = Field(
         None,
@@ -196,7 +210,7 @@ class ServeSettings(CommonSettings):
         default_factory=list, description="vLLM's own arguments (also: everything after --)"
     )
 
-    @field_validator("api_key")
+    @field_validator("api_key", "admin_key")
     @classmethod
     def _real_key(cls, key: SecretStr | None) -> SecretStr | None:
         if key is not None and not key.get_secret_value().strip():
@@ -219,14 +233,20 @@ class ServeSettings(CommonSettings):
 
     @field_validator("learner")
     @classmethod
-    def _known_learner(cls, learner: str) -> str:
-        return learner if learner in ("local", "off") else _endpoint(learner)
+    def _known_learner(cls, learner: str, info: ValidationInfo) -> str:
+        return learner if learner in ("local", "off") else link_endpoint(learner, info.data)
 
     @model_validator(mode="after")
     def _key_for_the_network(self) -> ServeSettings:
-        if self.api_key is None and not _is_loopback(self.host):
+        keys = (self.api_key, self.admin_key, self.keys_file)
+        if all(key is None for key in keys) and not _is_loopback(self.host):
             raise ValueError(
-                f"listening on {self.host} needs --api-key; without one only loopback is served"
+                f"listening on {self.host} needs --api-key or --keys-file; without one only loopback is "
+                "served"
+            )
+        if self.curve_secret_file is not None and self.learner in ("local", "off"):
+            raise ValueError(
+                "CURVE keys are for a learner of its own: give its address with --learner"
             )
         return self
 
@@ -239,7 +259,7 @@ class DrafterSettings(LearningOptions):
     speculative_tokens: int = Field(3, ge=1, le=16, description="K, the tokens drafted in a step")
 
 
-class LearnSettings(CommonSettings, DrafterSettings):
+class LearnSettings(CommonSettings, LearnerEnd, KeepsTraces, DrafterSettings):
     """Learn a drafter from the traces of a server, in a process of its own.
 
     With --replay it learns from recordings instead; see paceline learn --replay --help.
@@ -256,8 +276,8 @@ class LearnSettings(CommonSettings, DrafterSettings):
 
     @field_validator("bind")
     @classmethod
-    def _known_bind(cls, bind: str) -> str:
-        return bind if bind == "ipc" else _endpoint(bind)
+    def _known_bind(cls, bind: str, info: ValidationInfo) -> str:
+        return bind if bind == "ipc" else link_endpoint(bind, info.data)
 
 
 class ReplaySettings(CommonSettings, DrafterSettings):
@@ -284,7 +304,7 @@ class ReplaySettings(CommonSettings, DrafterSettings):
     cut_ok: bool = Field(False, description="Take a recording that was cut off, as far as it goes")
 
 
-class RecordSettings(CommonSettings):
+class RecordSettings(CommonSettings, LearnerEnd, KeepsTraces):
     """Keep the trace stream of a server in a file, to learn from it again.
 
     Start the server with --learner and the address that is printed.
@@ -302,8 +322,8 @@ class RecordSettings(CommonSettings):
 
     @field_validator("bind")
     @classmethod
-    def _known_bind(cls, bind: str) -> str:
-        return bind if bind == "ipc" else _endpoint(bind)
+    def _known_bind(cls, bind: str, info: ValidationInfo) -> str:
+        return bind if bind == "ipc" else link_endpoint(bind, info.data)
 
 
 class _FileSource(TomlConfigSettingsSource):
@@ -411,13 +431,6 @@ def _line(problem: Any) -> str:
     place = ".".join(str(part).replace("_", "-") for part in problem["loc"])
     message = problem["msg"].removeprefix("Value error, ")
     return f"--{place}: {message}" if place else message
-
-
-def _endpoint(endpoint: str) -> str:
-    try:
-        return check_endpoint(endpoint)
-    except EndpointError as error:
-        raise ValueError(str(error)) from None
 
 
 def _is_loopback(host: str) -> bool:

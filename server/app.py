@@ -13,7 +13,7 @@ import contextlib
 import socket
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,32 +25,40 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.utils.ssl import SSLCertRefresher
 from vllm.tasks import SupportedTask
+from vllm.v1.engine.exceptions import EngineDeadError
 
+from rlcore.curve import curve_client
 from rlcore.engine.frontend import PacelineLLM, Ticket
 from rlcore.engine.launch import renewed, start_engine
 from rlcore.engine.policy_swap import swap_policy
+from rlcore.home import Home
 from rlcore.live_drafts import expected_rates
 from rlcore.log import get_logger
 from rlcore.records import RequestEnd
 from rlcore.settings import ServeSettings
+from server.access import Access, Gate
 from server.cores import share_cores
 from server.drafts import Drafts
 from server.engine_link import EngineLink
 from server.feed import Feed
 from server.front import READY, Front
 from server.keeper import EngineKeeper, kill_engine_processes
+from server.keyring import KeyRing
 from server.learner_link import LearnerLink
 from server.learner_process import LearnerProcess
 from server.listener import Listener, listening, make_listener
 from server.metrics import PacelineCollector
 from server.metrics_gain import GainCollector
-from server.middleware import DraftAccount, KeyGuard
+from server.middleware import DraftAccount
 from server.overload import Places
 from server.policy import TARGET_VERSION, Policy
+from server.purges import OPEN_PURGES, EndClock, Purges, has_traces
 from server.routes import router
 from server.routes_feed import router as feed_router
+from server.routes_tenants import router as tenants_router
 from server.shutdown import Stop
 from server.status import ServerState
+from server.totals import ServedTotals
 
 log = get_logger("server")
 
@@ -59,6 +67,12 @@ WORKER_DEADLINE = 60.0
 """Seconds between the engine being up and its worker's first report."""
 
 RPC_DEADLINE = 30.0
+
+DRAIN_LOOK = 0.1
+"""Seconds between two looks at what still runs."""
+
+LAST_WORDS = 2.0
+"""Seconds for requests that are ended to say so."""
 
 
 async def serve(
@@ -78,16 +92,26 @@ async def serve(
         most_fields=args.h11_max_header_count,
     )
     stop = Stop()
+    gate = gate_of(settings)
+    ended = EndClock()
     engine_link = EngineLink(link_endpoint)
     background = [engine_link.run()]
     learner_link = None
     if learner_endpoint is not None:
-        learner_link = LearnerLink(learner_endpoint, drafts, policy, settings.speculative_tokens)
+        learner_link = LearnerLink(
+            learner_endpoint,
+            drafts,
+            policy,
+            settings.speculative_tokens,
+            curve_client(settings.curve_secret_file, settings.curve_server_key_file),
+            dict if gate.ring is None else gate.ring.replay_shares,
+        )
         background.append(learner_link.run())
     if learner is not None:
         background.append(learner.run())  # it starts while the engine does
         if learner_link is not None:
             share_cores(engine_link, learner_link)
+    served = ServedTotals()
     state = ServerState(
         drafts=drafts,
         engine_link=engine_link,
@@ -95,16 +119,28 @@ async def serve(
         policy=policy,
         target_id=drafts.target_id,
         speculative_tokens=settings.speculative_tokens,
-        guarded=settings.api_key is not None,
+        gate=gate,
         started=time.time(),
         ready=lambda: front.ready,
         engine_restarts=lambda: keeper.restarts,
         refused=front.refused,
+        served=served,
     )
     engine_link.on_report.append(state.look_for_collapse)
     feed = Feed(state)
     background.append(feed.run())
-    inner = Inner(settings, args, state, feed, front)
+
+    def forget(tenant: str) -> None:
+        if keeper.llm is not None:
+            keeper.llm.forget(tenant)
+        engine_link.forget(tenant)
+
+    home = Home(settings.home)
+    purges = Purges(
+        home.learner / OPEN_PURGES, learner_link, lambda: has_traces(home), forget, ended
+    )
+    background.append(purges.run())
+    inner = Inner(settings, args, state, feed, purges, front)
 
     def arguments() -> Namespace:
         drafts.fall_back()
@@ -115,8 +151,8 @@ async def serve(
         await llm.update_weight_version(str(TARGET_VERSION))
         await policy.restore(swapper(llm))
         await engine_link.wait_for_worker(WORKER_DEADLINE)
-        connect(llm, drafts, policy, engine_link)
-        state.served = llm.served
+        connect(llm, drafts, policy, engine_link, ended)
+        served.connect(llm.served)
         await inner.install(llm)
         running = llm.vllm_config.scheduler_config.max_num_seqs
         waiting = settings.max_waiting
@@ -126,6 +162,7 @@ async def serve(
     def remove() -> None:
         drafts.disconnect()
         policy.disconnect()
+        served.disconnect()
         engine_link.forget_workers()
 
     keeper = EngineKeeper(front, arguments, start_engine, install, remove)
@@ -136,6 +173,8 @@ async def serve(
     REGISTRY.register(GainCollector(state, feed))
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(stop.on_signals())
+        hurry = asyncio.ensure_future(_hurry(stop, listener, learner))
+        stack.callback(hurry.cancel)
         stack.callback(engine_link.close)
         if learner_link is not None:
             stack.callback(learner_link.close)
@@ -148,7 +187,6 @@ async def serve(
                 listener.config.ssl, args.ssl_keyfile, args.ssl_certfile, args.ssl_ca_certs
             )
             stack.callback(refresher.stop)
-        stack.enter_context(_hurrying(stop, listener, learner))
         serving = asyncio.ensure_future(keeper.run())
         try:
             await asyncio.wait(
@@ -169,38 +207,30 @@ async def drain(front: Front, keeper: EngineKeeper, stop: Stop, seconds: float) 
     """Take no new requests, and let the running ones end, for so long; then end them."""
     front.change("draining")
     log.info("draining", requests=front.running, seconds=seconds)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            while front.running and not stop.hurried.is_set():
-                await asyncio.sleep(DRAIN_LOOK)
+    await _until_idle(front, stop, seconds)
     if front.running:
         log.warning("requests are ended unfinished", requests=front.running)
         if keeper.llm is not None:
             keeper.llm.end_requests("The server is shutting down; send the request anew.")
-            await asyncio.sleep(DRAIN_LOOK)  # they answer for themselves, streams with an event
+        # They answer for themselves, streams with an event.
+        await _until_idle(front, stop, LAST_WORDS)
     front.end_requests()
 
 
-DRAIN_LOOK = 0.1
-"""Seconds between two looks at what still runs."""
+async def _until_idle(front: Front, stop: Stop, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while front.running and not stop.hurried.is_set():
+                await asyncio.sleep(DRAIN_LOOK)
 
 
-@contextlib.contextmanager
-def _hurrying(stop: Stop, listener: Listener, learner: LearnerProcess | None) -> Iterator[None]:
-    """Inside, a second signal kills what is waited for."""
-
-    async def hurry() -> None:
-        await stop.hurried.wait()
-        listener.force_exit = True
-        kill_engine_processes()
-        if learner is not None:
-            learner.kill()
-
-    task = asyncio.ensure_future(hurry())
-    try:
-        yield
-    finally:
-        del task  # it waits on, for what is still to be taken down
+async def _hurry(stop: Stop, listener: Listener, learner: LearnerProcess | None) -> None:
+    """A second signal kills whatever is waited for."""
+    await stop.hurried.wait()
+    listener.force_exit = True
+    kill_engine_processes()
+    if learner is not None:
+        learner.kill()
 
 
 class Inner:
@@ -212,12 +242,14 @@ class Inner:
         args: Namespace,
         state: ServerState,
         feed: Feed,
+        purges: Purges,
         front: Front,
     ) -> None:
         self._settings = settings
         self._args = args
         self._state = state
         self._feed = feed
+        self._purges = purges
         self._front = front
         self._app: FastAPI | None = None
         self._llm: PacelineLLM
@@ -247,19 +279,22 @@ class Inner:
         app.state.server = None  # vLLM ends this one when its engine dies, unless told to keep it
         app.include_router(router)
         app.include_router(feed_router)
+        app.state.paceline_purges = self._purges
+        app.include_router(tenants_router)
 
         async def acceptance_of(engine_ids: list[str]) -> list[dict[str, Any]]:
-            answers = await self._llm.collective_rpc(
-                "paceline_request_acceptance", timeout=RPC_DEADLINE, args=(engine_ids,)
-            )
+            try:
+                answers = await self._llm.collective_rpc(
+                    "paceline_request_acceptance", timeout=RPC_DEADLINE, args=(engine_ids,)
+                )
+            except EngineDeadError:
+                return []  # it died after the answer: that one stands, without its account
             return list(answers[0])
 
         # vLLM has built the middleware stack already, so ours goes around it.
         stack = app.middleware_stack or app.build_middleware_stack()
         stack = DraftAccount(stack, self._state.drafts, self._state.policy, acceptance_of)
-        if self._settings.api_key is not None:
-            stack = KeyGuard(stack, self._settings.api_key.get_secret_value())
-        app.middleware_stack = stack
+        app.middleware_stack = Access(stack, self._state.gate, self._state.quotas)
         return app
 
     async def _log_stats(self) -> None:
@@ -274,7 +309,9 @@ class Inner:
         await self._stack.aclose()
 
 
-def connect(llm: PacelineLLM, drafts: Drafts, policy: Policy, link: EngineLink) -> None:
+def connect(
+    llm: PacelineLLM, drafts: Drafts, policy: Policy, link: EngineLink, ended: EndClock
+) -> None:
     """Give the drafts and the policy their engine, and the engine's request ends their link."""
 
     async def swap(folder: str, sha256: str, version: int, rates: list[float]) -> dict[str, Any]:
@@ -284,11 +321,22 @@ def connect(llm: PacelineLLM, drafts: Drafts, policy: Policy, link: EngineLink) 
         return (failed or reports)[0]
 
     def on_end(request_id: str, output_tokens: int, ticket: Ticket) -> None:
-        link.send_end(RequestEnd(request_id, output_tokens, ticket.tenant, ticket.learn))
+        now = ended.now()
+        link.send_end(RequestEnd(request_id, output_tokens, ticket.tenant, ticket.learn, now))
 
     llm.on_end = on_end
     drafts.connect(swap)
     policy.connect(swapper(llm))
+
+
+def gate_of(settings: ServeSettings) -> Gate:
+    """The keys in force. Raises KeysError."""
+    api, admin = settings.api_key, settings.admin_key
+    return Gate(
+        None if api is None else api.get_secret_value(),
+        None if admin is None else admin.get_secret_value(),
+        None if settings.keys_file is None else KeyRing(settings.keys_file),
+    )
 
 
 def swapper(llm: PacelineLLM) -> Callable[[str, str, int], Awaitable[dict[str, Any]]]:

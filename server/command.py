@@ -22,6 +22,7 @@ from server.policy import TARGET_VERSION, Policy
 
 log = get_logger("server")
 
+
 class StartError(PacelineError):
     """The server cannot start like this."""
 
@@ -48,7 +49,8 @@ def _serve(settings: ServeSettings, home: Home) -> int:
     learner_base = _learner_base(settings, home)
     traces = control = None
     if learner_base is not None:
-        traces, control = learner_endpoints(learner_base)
+        encrypted = settings.curve_secret_file is not None
+        traces, control = learner_endpoints(learner_base, encrypted=encrypted)
     options = EngineOptions(
         target_version=TARGET_VERSION,
         draft_version=drafts.live,
@@ -60,6 +62,8 @@ def _serve(settings: ServeSettings, home: Home) -> int:
         capture_span_tokens=settings.capture_span_tokens,
         capture_queue=settings.capture_queue,
         policy_rank=settings.policy_lora_rank,
+        trace_secret_file=_name(settings.curve_secret_file),
+        trace_server_key_file=_name(settings.curve_server_key_file),
     )
     from server.app import draft_folder, serve
     from server.learner_process import LearnerProcess
@@ -79,6 +83,10 @@ def _serve(settings: ServeSettings, home: Home) -> int:
     except EndpointError as error:
         raise StartError(str(error)) from None
     return 0
+
+
+def _name(path: Path | None) -> str | None:
+    return None if path is None else str(path.absolute())
 
 
 def _is_hub_id(given: str, folder: Path) -> bool:
@@ -133,6 +141,7 @@ def _learner_arguments(settings: ServeSettings, home: Home, target: Path, base: 
         "--log-level", settings.log_level,
         "--speculative-tokens", str(settings.speculative_tokens),
         "--parent-pid", str(os.getpid()),
+        "--retention-hours", str(settings.retention_hours),
         "--log-json" if settings.log_json else "--no-log-json",
     ]  # fmt: skip
     if settings.config_file is not None:

@@ -14,6 +14,7 @@ import torch
 import zmq
 import zmq.asyncio
 
+from rlcore.curve import CurveClient
 from rlcore.live_drafts import DraftError
 from rlcore.log import get_logger
 from rlcore.records import (
@@ -24,6 +25,8 @@ from rlcore.records import (
     Hello,
     LearnerMessage,
     LearnerReport,
+    Purge,
+    Purged,
     RecordError,
     Retreat,
     TargetTensors,
@@ -49,14 +52,27 @@ ALIVE_FOR = 15.0
 
 
 class LearnerLink:
-    def __init__(self, endpoint: str, drafts: Drafts, policy: Policy, tokens: int) -> None:
+    """``replay_shares``: how much of what is learned from each tenant may be, at most."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        drafts: Drafts,
+        policy: Policy,
+        tokens: int,
+        curve: CurveClient | None = None,
+        replay_shares: Callable[[], dict[str, float]] = dict,
+    ) -> None:
         self._socket = open_socket(
             zmq.asyncio.Context.instance(),
             zmq.DEALER,
             endpoint,
             bind=False,
             max_frame_bytes=MAX_WEIGHT_FRAME_BYTES,
+            curve=curve,
         )
+        self._replay_shares = replay_shares
+        self.on_purged: list[Callable[[Purged], None]] = []
         self._drafts = drafts
         self._policy = policy
         self._speculative_tokens = tokens
@@ -123,6 +139,13 @@ class LearnerLink:
             self._start(self._give_target(message.version))
         elif isinstance(message, DraftFiles):
             self._receive_files(message, frames)
+        elif isinstance(message, Purged):
+            for told in self.on_purged:
+                told(message)
+
+    def order(self, purge: Purge) -> None:
+        """Tell the learner to purge; without one it goes nowhere."""
+        self._start(self._send(purge))
 
     def _receive_files(self, message: DraftFiles, frames: list[bytes]) -> None:
         awaited = self._awaited.pop(message.version, None)
@@ -231,6 +254,7 @@ class LearnerLink:
                 self._drafts.next_version() - 1,
                 self._policy.sha256,
                 self._rest,
+                self._replay_shares(),
             )
         )
 

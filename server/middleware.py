@@ -1,14 +1,11 @@
-"""What wraps every request, vLLM's routes and ours: the key, the draft version, the usage.
+"""What wraps every request that was let in: its ticket, the draft version, the usage.
 
 Plain ASGI, so that streams pass through chunk by chunk and the ticket's context reaches the engine.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
-import re
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -17,6 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlcore.engine.frontend import Ticket, current_ticket
+from server.access import STATE_IDENTITY, Identity, lease_of
 from server.drafts import Drafts
 from server.policy import Policy
 
@@ -26,46 +24,11 @@ USAGE_HEADER = b"x-paceline-usage"
 STEPS_HEADER = b"x-paceline-steps"
 POLICIES_HEADER = b"x-paceline-policy-versions"
 LEARN_HEADER = b"x-paceline-learn"
-TENANT_HEADER = b"x-paceline-tenant"
-TENANT_NAME = re.compile(rb"[A-Za-z0-9._@-]{1,64}")
 TRUE = (b"1", b"true")
 FALSE = (b"0", b"false")
 
 AcceptanceOf = Callable[[list[str]], Awaitable[list[dict[str, Any]]]]
 """Engine request ids -> acceptance counts by draft version, as plain values."""
-
-
-class KeyGuard:
-    """Every route asks for the key: vLLM's own guard lets some paths past."""
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self.app = app
-        self._digest = hashlib.sha256(key.encode()).digest()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket") and not self._allowed(scope):
-            if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1008})
-                return
-            response = JSONResponse(
-                {
-                    "error": {
-                        "message": "Missing or wrong API key. Send 'Authorization: Bearer KEY'.",
-                        "type": "authentication_error",
-                        "code": "invalid_api_key",
-                    }
-                },
-                status_code=401,
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-            await response(scope, receive, send)
-            return
-        await self.app(scope, receive, send)
-
-    def _allowed(self, scope: Scope) -> bool:
-        scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        given = hashlib.sha256(key.strip()).digest()
-        return hmac.compare_digest(given, self._digest) and scheme.lower() == b"bearer"
 
 
 class DraftAccount:
@@ -76,8 +39,8 @@ class DraftAccount:
     ``x-paceline-policy-versions: true`` it lists, for each choice, from which output token on each
     version of the target sampled. ``x-paceline-steps: true`` has every chunk of a stream with one choice
     and ``return_token_ids`` say how many of its tokens each step emitted, and implies the usage. With
-    ``x-paceline-learn: false`` nothing of the request is learned from; ``x-paceline-tenant`` names
-    the tenant it belongs to (set by the gateway in front: nothing here proves it).
+    ``x-paceline-learn: false`` nothing of the request is learned from; ``true`` asks for it where the
+    tenant's rules leave that to each request.
     """
 
     def __init__(
@@ -89,16 +52,22 @@ class DraftAccount:
         self._acceptance_of = acceptance_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
         try:
-            ticket = _ticket(headers)
+            ticket = _ticket(scope, headers)
         except ValueError as error:
-            await _bad_request(str(error))(scope, receive, send)
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            else:
+                await _bad_request(str(error))(scope, receive, send)
             return
         current_ticket.set(ticket)
+        if scope["type"] == "websocket":
+            await self.app(scope, receive, send)
+            return
         versions = [
             (VERSION_HEADER, str(self._drafts.live).encode()),
             (POLICY_HEADER, str(self._policy.live).encode()),
@@ -119,15 +88,19 @@ class DraftAccount:
         await self.app(scope, receive, send_on)
 
 
-def _ticket(headers: dict[bytes, bytes]) -> Ticket:
+def _ticket(scope: Scope, headers: dict[bytes, bytes]) -> Ticket:
     """Raises ValueError, so that a misspelt opt-out is not taken for consent."""
-    tenant = headers.get(TENANT_HEADER, b"default")
-    if TENANT_NAME.fullmatch(tenant) is None:
-        raise ValueError("x-paceline-tenant takes 1 to 64 letters, digits or . _ @ -")
-    learn = headers.get(LEARN_HEADER, b"true").lower()
-    if learn not in TRUE + FALSE:
+    identity: Identity = scope["state"][STATE_IDENTITY]
+    wish = headers.get(LEARN_HEADER)
+    if wish is not None and wish.lower() not in TRUE + FALSE:
         raise ValueError("x-paceline-learn takes true or false")
-    return Ticket(tenant=tenant.decode(), learn=learn in TRUE)
+    lease = lease_of(scope)
+    return Ticket(
+        tenant=identity.tenant,
+        learn=identity.learns(None if wish is None else wish.lower() in TRUE),
+        priority=identity.rules.priority if identity.ranked else None,
+        charge=None if lease is None else lease.charge,
+    )
 
 
 def _bad_request(message: str) -> JSONResponse:

@@ -49,6 +49,7 @@ class _Account:
     requests: _Bucket | None = None
     tokens: _Bucket | None = None
     running: int = 0
+    refused: int = 0
     seen: float = 0.0
 
 
@@ -115,32 +116,17 @@ class Quotas:
         self._sweep(now)
         account = self.accounts.setdefault(tenant, _Account())
         account.seen = now
-        requests = _bucket(account.requests, rules.requests_per_minute, now)
-        bucket = _bucket(account.tokens, rules.tokens_per_minute, now)
-        account.requests, account.tokens = requests, bucket
-        limit = rules.concurrent_requests
-        if limit is not None and account.running >= limit:
-            return Refusal("concurrent_requests", limit, BUSY_RETRY_S)
-        if requests is not None and rules.requests_per_minute is not None:
-            wait = requests.wait(1.0, rules.requests_per_minute)
-            if wait > 0:
-                return Refusal("requests_per_minute", rules.requests_per_minute, wait)
-        reserved = 0.0
-        if bucket is not None and rules.tokens_per_minute is not None:
-            wanted = min(tokens, rules.tokens_per_minute)
-            wait = bucket.wait(wanted, rules.tokens_per_minute)
-            if wait > 0:
-                return Refusal("tokens_per_minute", rules.tokens_per_minute, wait)
-            reserved = float(tokens)
-            bucket.balance -= reserved
-        if requests is not None:
-            requests.balance -= 1.0
-        account.running += 1
-        return Lease(account, reserved)
+        answer = _admit(account, rules, tokens, now)
+        account.refused += isinstance(answer, Refusal)
+        return answer
 
     def running(self, tenant: str) -> int:
         """Requests of a tenant that were let in and are not over."""
         return self.accounts[tenant].running if tenant in self.accounts else 0
+
+    def refused(self, tenant: str) -> int:
+        """Requests of a tenant that were not let in, since it was last away for an hour."""
+        return self.accounts[tenant].refused if tenant in self.accounts else 0
 
     def _sweep(self, now: float) -> None:
         """Forget who has been away for long: anybody's header can name a tenant at a gateway."""
@@ -151,6 +137,31 @@ class Quotas:
             in_debt = account.tokens is not None and account.tokens.balance < 0
             if account.running == 0 and not in_debt and now - account.seen > IDLE_S:
                 del self.accounts[name]
+
+
+def _admit(account: _Account, rules: TenantRules, tokens: int, now: float) -> Lease | Refusal:
+    requests = _bucket(account.requests, rules.requests_per_minute, now)
+    bucket = _bucket(account.tokens, rules.tokens_per_minute, now)
+    account.requests, account.tokens = requests, bucket
+    limit = rules.concurrent_requests
+    if limit is not None and account.running >= limit:
+        return Refusal("concurrent_requests", limit, BUSY_RETRY_S)
+    if requests is not None and rules.requests_per_minute is not None:
+        wait = requests.wait(1.0, rules.requests_per_minute)
+        if wait > 0:
+            return Refusal("requests_per_minute", rules.requests_per_minute, wait)
+    reserved = 0.0
+    if bucket is not None and rules.tokens_per_minute is not None:
+        wanted = min(tokens, rules.tokens_per_minute)
+        wait = bucket.wait(wanted, rules.tokens_per_minute)
+        if wait > 0:
+            return Refusal("tokens_per_minute", rules.tokens_per_minute, wait)
+        reserved = float(tokens)
+        bucket.balance -= reserved
+    if requests is not None:
+        requests.balance -= 1.0
+    account.running += 1
+    return Lease(account, reserved)
 
 
 def _bucket(bucket: _Bucket | None, per_minute: int | None, now: float) -> _Bucket | None:

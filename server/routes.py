@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ from starlette.concurrency import run_in_threadpool
 
 from rlcore.live_drafts import DraftError
 from rlcore.weights import WeightError
+from server.access import identity_of, require_admin, require_figures
 from server.policy import EngineGone, PolicyError
-from server.status import ServerState, acceptance_view, status
+from server.status import ServerState, acceptance_view, status, tenant_status
 
 router = APIRouter(prefix="/v1/paceline", tags=["paceline"])
 
@@ -26,13 +26,17 @@ def _state(request: Request) -> ServerState:
 
 @router.get("/status")
 async def get_status(request: Request) -> dict[str, Any]:
-    """Target and draft versions, acceptance, the learner's state, trace counters."""
+    """Target and draft versions, acceptance, the learner's state, trace counters; a tenant's key is told
+    the versions only."""
+    if not identity_of(request).sees_all:
+        return tenant_status(_state(request))
     return status(_state(request))
 
 
 @router.get("/drafts")
 async def get_drafts(request: Request) -> dict[str, Any]:
     """Every draft version on disk: its origin, its measures, and its live acceptance so far."""
+    require_figures(request)
     state = _state(request)
     acceptance = state.acceptance()
     rolled_back = state.drafts.history.rolled_back()
@@ -70,6 +74,7 @@ class PolicyVersion(BaseModel):
 @router.get("/policy")
 async def get_policy(request: Request) -> dict[str, Any]:
     """The live version of the target, and every swap since the start, oldest first."""
+    require_figures(request)
     policy = _state(request).policy
     return {
         "live": policy.live,
@@ -81,13 +86,9 @@ async def get_policy(request: Request) -> dict[str, Any]:
 
 @router.post("/policy")
 async def post_policy(request: Request, version: PolicyVersion) -> dict[str, Any]:
-    """Make a checkpoint the live target; running requests go on under it.
-
-    It names a folder of the server's machine, so without a key only that machine may ask.
-    """
+    """Make a checkpoint the live target; running requests go on under it."""
+    require_admin(request)
     state = _state(request)
-    if not state.guarded and not _is_local(request):
-        raise HTTPException(403, "without --api-key only this machine may change the policy")
     try:
         swap = await state.policy.publish(version.folder, version.version, version.sha256)
     except EngineGone as error:
@@ -97,19 +98,17 @@ async def post_policy(request: Request, version: PolicyVersion) -> dict[str, Any
     return {"live": state.policy.live, **msgspec.to_builtins(swap)}
 
 
-def _is_local(request: Request) -> bool:
-    return request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
-
-
 @router.get("/history")
 async def get_history(request: Request) -> dict[str, Any]:
     """What was live when, and why it changed, oldest first."""
+    require_figures(request)
     return {"changes": msgspec.to_builtins(list(_state(request).drafts.history.changes))}
 
 
 @router.post("/drafts/rollback")
 async def post_rollback(request: Request) -> dict[str, Any]:
     """Make the previously live version live again."""
+    require_admin(request)
     drafts = _state(request).drafts
     try:
         seconds = await drafts.rollback()
@@ -121,6 +120,7 @@ async def post_rollback(request: Request) -> dict[str, Any]:
 @router.post("/drafts/{version}/activate")
 async def post_activate(request: Request, version: int) -> dict[str, Any]:
     """Make one version live. ``seconds`` is how long the engine stood still for it."""
+    require_admin(request)
     drafts = _state(request).drafts
     if version not in await run_in_threadpool(drafts.store.versions):
         raise HTTPException(404, f"there is no draft version {version}")

@@ -12,11 +12,13 @@ import msgspec
 from rlcore.engine.shares import ServedCount
 from rlcore.log import get_logger
 from rlcore.records import AcceptanceCount, AdapterAcceptance, CaptureCounts, EngineReport
+from server.access import Gate
 from server.collapse import CollapseAlarm
 from server.drafts import Drafts
 from server.engine_link import EngineLink
 from server.learner_link import LearnerLink
 from server.policy import Policy
+from server.quotas import Quotas
 
 log = get_logger("server")
 
@@ -32,8 +34,8 @@ class ServerState:
     target_id: str
     speculative_tokens: int
     started: float
-    guarded: bool = False
-    """Whether every request has to bring a key."""
+    gate: Gate = field(default_factory=Gate)
+    quotas: Quotas = field(default_factory=Quotas)
     engine_restarts: Callable[[], int] = lambda: 0
     ready: Callable[[], bool] = lambda: True
     refused: dict[str, int] = field(default_factory=dict)
@@ -76,6 +78,20 @@ def acceptance_view(count: AcceptanceCount | None) -> dict[str, Any] | None:
     if count is None:
         return None
     return {**msgspec.to_builtins(count), "length": count.length, "rates": count.rates}
+
+
+def tenant_status(state: ServerState) -> dict[str, Any]:
+    """The body of ``GET /v1/paceline/status`` for a tenant: what serves it, and no traffic of others."""
+    drafts = state.drafts
+    return {
+        "target": {"id": state.target_id, "version": state.policy.live},
+        "draft": {
+            "live": drafts.live,
+            "method": drafts.method,
+            "speculative_tokens": state.speculative_tokens,
+        },
+        "uptime_s": time.time() - state.started,
+    }
 
 
 def status(state: ServerState) -> dict[str, Any]:

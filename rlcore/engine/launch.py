@@ -101,6 +101,8 @@ def engine_arguments(
     args.worker_cls = WORKER_CLASS
     args.scheduler_cls = SCHEDULER_CLASS
     args.async_scheduling = False
+    if settings.keys_file is not None:
+        args.scheduling_policy = "priority"  # tenants have ranks
     args.additional_config = {**(args.additional_config or {}), **options.to_config()}
     args.api_key = None  # our own guard covers every route
     args.speculative_config = speculative_config(

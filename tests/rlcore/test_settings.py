@@ -71,7 +71,7 @@ def test_what_follows_the_dashes_is_vllms(monkeypatch: pytest.MonkeyPatch) -> No
         (["--host", "example.org"], "needs --api-key"),
         (["--host", "0.0.0.0", "--api-key", ""], "needs --api-key"),
         (["--api-key", "  "], "--api-key: an empty key guards nothing"),
-        (["--learner", "tcp://10.0.0.1:5000"], "--learner: .*ssh tunnel"),
+        (["--learner", "tcp://10.0.0.1:5000"], "--learner: .*paceline keys curve"),
         (["--learner", "elsewhere"], "--learner: .*not an address"),
         (["--", "--api-key=hidden"], "--api-key is not used; give it before the --"),
         (["--", "--served_model_name", "x"], "--served-model-name is not used"),
@@ -152,5 +152,5 @@ def test_config_prints_what_can_be_read_back(
 
 
 def test_config_never_prints_the_key(capsys: pytest.CaptureFixture[str]) -> None:
-    assert config(["--api-key", "secret"]) == 0
-    assert "secret" not in capsys.readouterr().out
+    assert config(["--api-key", "sesame", "--admin-key", "sesame2"]) == 0
+    assert "sesame" not in capsys.readouterr().out

@@ -1,24 +1,23 @@
-"""The key, the version header and the usage account, as plain ASGI without an engine."""
+"""The ticket, the version header and the usage account, as plain ASGI without an engine."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import itertools
 import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.engine.frontend import current_ticket
-from server import middleware
-from server.middleware import DraftAccount, KeyGuard
+from rlcore.engine.frontend import Ticket, current_ticket
+from server.access import STATE_IDENTITY, STATE_LEASE, Identity
+from server.keys import TenantRules
+from server.middleware import DraftAccount
+from server.quotas import Lease, Quotas
 
-KEY = "s3cret-Ключ"
 VERSIONS = [{"version": 4, "steps": 2, "emitted": 5}]
 
 
@@ -41,89 +40,8 @@ def http(path: str = "/", method: str = "GET", **headers: str) -> dict[str, Any]
         "type": "http", "method": method, "path": path, "raw_path": path.encode(),
         "query_string": b"", "http_version": "1.1", "scheme": "http", "root_path": "",
         "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()],
+        "state": {STATE_IDENTITY: Identity("team-a")},
     }  # fmt: skip
-
-
-def bearer(key: str) -> dict[str, Any]:
-    return http(authorization=f"Bearer {key}")
-
-
-async def anything(scope: dict[str, Any], receive: Any, send: Any) -> None:
-    """An app that answers every path and kind of scope."""
-    if scope["type"] == "http":
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"secret"})
-    else:
-        await send({"type": f"{scope['type']}.accepted"})
-
-
-PATHS = st.sampled_from(
-    ["/", "/metrics", "/health", "/ping", "/version", "/docs", "/openapi.json", "/invocations",
-     "/tokenize", "/detokenize", "/load", "/pooling", "/v1", "/v1/models", "/v1/chat/completions",
-     "/v1/completions", "/v1/responses", "/v1/paceline/status", "/v1/paceline/drafts/1/activate",
-     "/v1/../metrics", "//metrics", "/inference/v1/generate", "/rerank", "/favicon.ico"]
-) | st.text(max_size=20).map(lambda text: f"/{text}")  # fmt: skip
-METHODS = st.sampled_from(["GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"])
-
-
-@given(PATHS, METHODS, st.none() | st.text(max_size=12))
-def test_no_path_and_no_method_passes_without_the_key(path, method, given_key):
-    scope = http(method=method) | {"path": path}
-    if given_key is not None:
-        scope["headers"] = [(b"authorization", b"Bearer " + given_key.encode())]
-    sent = asyncio.run(call(KeyGuard(anything, KEY), scope))
-    assert sent[0]["status"] == 401
-    assert b"secret" not in b"".join(m.get("body", b"") for m in sent)
-    error = json.loads(sent[1]["body"])["error"]
-    assert error["code"] == "invalid_api_key"
-    assert error["message"]
-
-
-@given(PATHS, METHODS)
-def test_the_key_opens_every_path(path, method):
-    scope = bearer(KEY) | {"path": path, "method": method}
-    assert asyncio.run(call(KeyGuard(anything, KEY), scope))[0]["status"] == 200
-
-
-@pytest.mark.parametrize(
-    "header",
-    [KEY, f"Basic {KEY}", "Bearer", "Bearer ", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}",
-     f"Bearer{KEY}", f"Token {KEY}"],
-)  # fmt: skip
-def test_only_the_whole_key_as_a_bearer_counts(header):
-    sent = asyncio.run(call(KeyGuard(anything, KEY), http(authorization=header)))
-    assert sent[0]["status"] == 401
-
-
-def test_a_websocket_without_the_key_is_closed_before_the_app_sees_it():
-    app = KeyGuard(anything, KEY)
-    scope = {"type": "websocket", "path": "/v1/realtime", "headers": []}
-    assert asyncio.run(call(app, scope)) == [{"type": "websocket.close", "code": 1008}]
-    opened = scope | {"headers": bearer(KEY)["headers"]}
-    assert asyncio.run(call(app, opened)) == [{"type": "websocket.accepted"}]
-
-
-def test_the_servers_own_lifespan_needs_no_key():
-    sent = asyncio.run(call(KeyGuard(anything, KEY), {"type": "lifespan"}))
-    assert sent == [{"type": "lifespan.accepted"}]
-
-
-def test_keys_are_compared_in_constant_time(monkeypatch):
-    """Digests of equal length go through hmac.compare_digest; the key itself is compared nowhere."""
-    compared = []
-
-    def spy(a: bytes, b: bytes) -> bool:
-        compared.append((a, b))
-        return hmac.compare_digest(a, b)
-
-    monkeypatch.setattr(middleware, "hmac", SimpleNamespace(compare_digest=spy))
-    app = KeyGuard(anything, KEY)
-    for key in ("", "x", KEY, "y" * 5000):
-        asyncio.run(call(app, bearer(key)))
-    assert len(compared) == 4
-    assert {len(part) for pair in compared for part in pair} == {32}
-    assert KEY.encode() not in vars(app).values()
-    assert KEY not in vars(app).values()
 
 
 # --- the account ---
@@ -176,30 +94,62 @@ def account(kind: str, parts: list[bytes], **headers: str) -> list[dict[str, Any
     return sent
 
 
+@pytest.mark.parametrize("rules", ["opt-out", "opt-in", "never"])
+@pytest.mark.parametrize("excluded", [False, True])
 @pytest.mark.parametrize(
-    ("headers", "ticket"),
-    [
-        ({}, ("default", True)),
-        ({"x-paceline-learn": "false"}, ("default", False)),
-        ({"x-paceline-learn": "0", "x-paceline-tenant": "team-a"}, ("team-a", False)),
-        ({"x-paceline-learn": "TRUE"}, ("default", True)),
-    ],
+    ("wish", "meant"), [(None, None), ("false", False), ("0", False), ("TRUE", True), ("1", True)]
 )
-def test_headers_say_whose_a_request_is_and_whether_it_is_learned_from(headers, ticket):
-    seen = []
+def test_the_tenant_the_key_and_the_request_decide_together_what_is_learned(
+    rules, excluded, wish, meant
+):
+    expected = {"opt-out": meant is not False, "opt-in": meant is True, "never": False}[rules]
+    headers = {} if wish is None else {"x-paceline-learn": wish}
+    identity = Identity("team-a", rules=TenantRules(learn=rules), never_learn=excluded)
+    ticket = ticket_of(http(**headers) | {"state": {STATE_IDENTITY: identity}})
+    assert (ticket.tenant, ticket.learn) == ("team-a", expected and not excluded)
+
+
+def ticket_of(scope: dict[str, Any]) -> Ticket:
+    seen: list[Ticket] = []
 
     async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
         found = current_ticket.get()
         assert found is not None
-        seen.append((found.tenant, found.learn))
+        seen.append(found)
 
-    asyncio.run(call(DraftAccount(app, DRAFTS, POLICY, None), http(**headers)))
-    assert seen == [ticket]
+    asyncio.run(call(DraftAccount(app, DRAFTS, POLICY, None), scope))
+    return seen[0]
+
+
+def test_a_websocket_has_a_ticket_too():
+    identity = Identity("team-a", rules=TenantRules(learn="never"))
+    scope = {"type": "websocket", "path": "/v1/realtime", "headers": []}
+    ticket = ticket_of(scope | {"state": {STATE_IDENTITY: identity}})
+    assert (ticket.tenant, ticket.learn) == ("team-a", False)
+
+
+def test_what_the_engine_counts_is_charged_to_the_lease():
+    rules = TenantRules(tokens_per_minute=100)
+    lease = Quotas().admit("team-a", rules, 10, 0.0)
+    assert isinstance(lease, Lease)
+    state = {STATE_IDENTITY: Identity("team-a", rules=rules), STATE_LEASE: lease}
+    ticket = ticket_of(http() | {"state": state})
+    assert ticket.charge is not None
+    ticket.charge(30)
+    assert lease.account.tokens is not None
+    assert lease.account.tokens.balance == 70
+
+
+def test_priorities_are_in_force_with_a_keys_file_only():
+    rules = TenantRules(priority=-3)
+    for ranked, priority in ((True, -3), (False, None)):
+        identity = Identity("team-a", rules=rules, ranked=ranked)
+        assert ticket_of(http() | {"state": {STATE_IDENTITY: identity}}).priority == priority
 
 
 @pytest.mark.parametrize(
     "headers",
-    [{"x-paceline-learn": "no!"}, {"x-paceline-tenant": "a b"}, {"x-paceline-tenant": "x" * 65}],
+    [{"x-paceline-learn": "no!"}, {"x-paceline-learn": ""}, {"x-paceline-learn": "false, true"}],
 )
 def test_a_header_that_cannot_be_meant_is_refused_before_the_app_sees_it(headers):
     async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -319,14 +269,3 @@ def test_another_kind_of_body_is_not_held_back():
 def test_complete_events_are_not_held_back_for_the_next_ones():
     sent = account("text/event-stream", [event(CHUNKS[0]), event(CHAT)], **ASKED)
     assert sent[1]["body"] == event(CHUNKS[0])
-
-
-def test_our_routes_are_all_behind_the_guard():
-    """Wrapped as the server wraps it, the framework's own answers are guarded too."""
-    from server.routes import router
-
-    app = FastAPI()
-    app.include_router(router)
-    guarded = KeyGuard(app, KEY)
-    for path in ("/v1/paceline/status", "/v1/paceline/drafts", "/openapi.json", "/nowhere"):
-        assert asyncio.run(call(guarded, http(path)))[0]["status"] == 401

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from rlcore.weights import WEIGHTS, WeightError
 from server import routes
+from server.access import Access, Gate
 from server.policy import EngineGone, Policy, PolicyError, check_folder
+from server.quotas import Quotas
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 8, "dtype": "bfloat16", "eos_token_id": 2,
@@ -155,14 +157,17 @@ def test_without_a_key_only_this_machine_changes_the_policy(client, guarded, sta
     policy, _ = made(tmp_path)
     app = FastAPI()
     app.include_router(routes.router)
-    app.state.paceline = type("State", (), {"policy": policy, "guarded": guarded})
-    http = TestClient(app, client=(client, 5))
+    app.state.paceline = type("State", (), {"policy": policy})
+    app = Access(app, Gate(api_key="key" if guarded else None), Quotas())
+    headers = {"authorization": "Bearer key"} if guarded else {}
+    http = TestClient(app, client=(client, 5), headers=headers)
     body = {"folder": str(checkpoint(tmp_path / "new")), "version": 3, "sha256": SHA}
     answer = http.post("/v1/paceline/policy", json=body)
     assert answer.status_code == status
-    live = http.get("/v1/paceline/policy").json()
-    assert (live["live"], len(live["swaps"])) == ((3, 1) if status == 200 else (0, 0))
+    assert (policy.live, policy.count) == ((3, 1) if status == 200 else (0, 0))
     if status == 200:
+        live = http.get("/v1/paceline/policy").json()
+        assert (live["live"], len(live["swaps"])) == (3, 1)
         assert answer.json()["stall_seconds"] == 0.5
         again = http.post("/v1/paceline/policy", json=body)
         assert again.status_code == 409

@@ -1,0 +1,194 @@
+"""Orders to delete a tenant's traces: given to the learner, waited for, remembered until they are done."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from rlcore.errors import PacelineError
+from rlcore.home import Home
+from rlcore.log import get_logger
+from rlcore.records import Purge, PurgeCounts, Purged
+
+log = get_logger("server")
+
+PURGE_DEADLINE = 60.0
+"""Seconds a learner is waited for: it may be in the middle of a judgement, and then reads its journal."""
+
+RETRY_INTERVAL = 5.0
+"""Seconds between two orders, until the learner has answered."""
+
+TICK = 1e-6
+
+OPEN_PURGES = "open-purges.json"
+"""In the home's learner folder."""
+
+
+class PurgeDelayed(PacelineError):
+    """The traces are not gone yet; the order stands, and is carried out when it can be."""
+
+
+class EndClock:
+    """Seconds since the epoch that never stand still or go back, whatever is done to the system's clock."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._last = 0.0
+
+    def now(self) -> float:
+        self._last = max(self._clock(), self._last + TICK)
+        return self._last
+
+
+class ToLearner(Protocol):
+    """What is needed of the link."""
+
+    on_purged: list[Callable[[Purged], None]]
+
+    @property
+    def alive(self) -> bool: ...
+
+    def order(self, purge: Purge) -> None: ...
+
+
+@dataclass
+class _Open:
+    """A tenant's order that is not done."""
+
+    purge: Purge
+    waiting: list[asyncio.Future[PurgeCounts]] = field(default_factory=list)
+
+
+class Purges:
+    """``link`` is None where there is no learner; ``kept`` then says whether an earlier one left traces.
+
+    ``forget`` has the engine drop what it holds of a tenant, and learn nothing from what it is doing.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        link: ToLearner | None,
+        kept: Callable[[], bool],
+        forget: Callable[[str], None],
+        clock: EndClock,
+    ) -> None:
+        self._path = path
+        self._link = link
+        self._kept = kept
+        self._forget = forget
+        self._clock = clock
+        self._open = {purge.tenant: _Open(purge) for purge in _load(path)}
+        if link is not None:
+            link.on_purged.append(self._hear)
+
+    @property
+    def pending(self) -> list[Purge]:
+        """Orders that are not done."""
+        return [one.purge for one in self._open.values()]
+
+    async def purge(self, tenant: str, deadline_s: float = PURGE_DEADLINE) -> PurgeCounts:
+        """Delete everything of a tenant's requests so far; what was deleted, once it is gone.
+
+        Raises PurgeDelayed when the learner does not say so in time.
+        """
+        self._forget(tenant)
+        order = Purge(secrets.token_hex(8), tenant, self._clock.now())
+        if self._link is None and not self._kept():
+            return PurgeCounts()
+        one = self._open.setdefault(tenant, _Open(order))
+        one.purge = order
+        done: asyncio.Future[PurgeCounts] = asyncio.get_running_loop().create_future()
+        one.waiting.append(done)
+        try:
+            await asyncio.to_thread(self._remember)
+            if self._link is None:
+                raise PurgeDelayed(
+                    "this server runs without a learner, and an earlier one has left traces on the disk; "
+                    "they are purged as soon as a learner runs"
+                )
+            self._link.order(order)
+            async with asyncio.timeout(deadline_s):
+                return await done
+        except TimeoutError:
+            raise PurgeDelayed(
+                f"the learner has not answered within {deadline_s:.0f} s; the traces are purged when it does"
+            ) from None
+        finally:
+            if done in one.waiting:
+                one.waiting.remove(done)
+
+    async def run(self) -> None:
+        """Give the open orders again and again; cancel to stop."""
+        while True:
+            if self._link is not None and self._link.alive:
+                for purge in self.pending:
+                    self._link.order(purge)
+            await asyncio.sleep(RETRY_INTERVAL)
+
+    def _remember(self) -> None:
+        """Over a restart. A disk that is full is no reason not to delete."""
+        try:
+            _save(self._path, self.pending)
+        except OSError as error:
+            log.error("the open purges cannot be written to disk", reason=error.strerror)
+
+    def _hear(self, answer: Purged) -> None:
+        for tenant, one in list(self._open.items()):
+            if one.purge.purge_id != answer.purge_id:
+                continue
+            waiting, one.waiting = one.waiting, []
+            if answer.error is not None:
+                log.error("a purge has failed and is tried again", reason=answer.error)
+                for future in waiting:
+                    if not future.done():
+                        future.set_exception(PurgeDelayed(f"{answer.error}; it is tried again"))
+                continue
+            del self._open[tenant]
+            self._remember()
+            counts = msgspec.structs.asdict(answer.deleted)
+            log.info("a tenant's traces are purged", **counts)
+            for future in waiting:
+                if not future.done():
+                    future.set_result(answer.deleted)
+
+
+def has_traces(home: Home) -> bool:
+    """Whether a learner of this home folder has left traces in it, or knows of recordings."""
+    found = [*home.learner.glob("*/replay/*.traces"), *home.learner.glob("recordings/*.json")]
+    return bool(found)
+
+
+def _load(path: Path) -> list[Purge]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[Purge])
+    except FileNotFoundError:
+        return []
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise PacelineError(
+            f"the open purges in {path} cannot be read ({error}); purge the tenants again and delete it"
+        ) from None
+
+
+def _save(path: Path, purges: list[Purge]) -> None:
+    """Raises OSError."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    if not purges:
+        path.unlink(missing_ok=True)
+        return
+    try:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(purges))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
