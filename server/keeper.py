@@ -123,7 +123,8 @@ class EngineKeeper:
         """Of a dead engine nothing stays, its other processes neither."""
         llm, self.llm = self.llm, None
         if llm is not None:
-            await asyncio.to_thread(llm.shutdown, 0)
+            llm.fail_calls()
+            await asyncio.to_thread(llm.shutdown)
         kill_engine_processes()
 
     async def stop(self) -> None:
@@ -141,7 +142,7 @@ class EngineKeeper:
         if self.llm is not None:
             try:
                 async with asyncio.timeout(STOP_DEADLINE):
-                    await asyncio.to_thread(self.llm.shutdown, 0)
+                    await asyncio.to_thread(self.llm.shutdown)
             except TimeoutError:
                 log.warning("the engine did not end in time and is killed")
         kill_engine_processes()

@@ -217,6 +217,12 @@ class PacelineLLM(AsyncLLM):
     def dead_error(self) -> BaseException:
         return EngineUnavailable(DIED)
 
+    def fail_calls(self) -> None:
+        """The engine has died: whoever waits for its answer to a call is told so; vLLM lets them wait."""
+        for future in list(self.engine_core.utility_results.values()):
+            if not future.done():
+                future.set_exception(EngineDeadError())
+
     def end_requests(self, reason: str) -> None:
         """End what runs, with ``reason`` as each one's error. The engine itself is not told."""
         self.output_processor.propagate_error(EngineUnavailable(reason))

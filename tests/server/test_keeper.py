@@ -19,9 +19,13 @@ class Engine:
     number: int
     errored: bool = False
     shut_down: bool = False
+    calls_failed: bool = False
 
-    def shutdown(self, timeout: float) -> None:
+    def shutdown(self) -> None:
         self.shut_down = True
+
+    def fail_calls(self) -> None:
+        self.calls_failed = True
 
 
 @dataclass
@@ -79,6 +83,7 @@ def test_a_dead_engine_is_replaced_and_nothing_of_it_stays():
         assert world.front.live
         second = await world.until_ready()
         assert first.shut_down
+        assert first.calls_failed
         assert (second.number, world.keeper.restarts, world.removed) == (2, 1, 1)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
