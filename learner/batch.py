@@ -30,6 +30,13 @@ class Span:
     sampling: Sampling
     tenant: str
     request_id: str
+    adapter: str = ""
+    """LoRA adapter of the target that it was sampled with; empty for the target itself."""
+
+    @property
+    def stream(self) -> str:
+        """What is judged by itself: a tenant's traffic with one adapter. No tenant's name has a slash."""
+        return f"{self.tenant}/{self.adapter}" if self.adapter else self.tenant
 
     @property
     def rows(self) -> int:
@@ -81,6 +88,7 @@ class Span:
             sampling=trace.sampling,
             tenant=trace.tenant,
             request_id=trace.request_id,
+            adapter=trace.adapter,
         )
 
     def check(self, *, vocab_size: int, hidden_size: int, aux_size: int | None) -> None:

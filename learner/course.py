@@ -217,9 +217,9 @@ class Course:
             return
         version = self.live.version
         emitted, steps = drafted(span, version)
-        drift = self._drift.observe(span.tenant, emitted, steps, version) if steps else None
+        drift = self._drift.observe(span.stream, emitted, steps, version) if steps else None
         if drift is not None:
-            log.warning("the traffic has shifted", tenant=span.tenant, reason=drift.reason)
+            log.warning("the traffic has shifted", tenant=span.stream, reason=drift.reason)
             self._pace.drifted(self._traffic(now))
             self.progress.drifts += 1
         if self._trial is not None:

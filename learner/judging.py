@@ -43,7 +43,7 @@ def gate_scores(
     lengths: Sequence[SpanLengths], spans: Sequence[Span], ages: Sequence[Age]
 ) -> list[SpanScore]:
     return [
-        SpanScore(score.length_sum, score.anchors, span.tenant, age, span.prompt_hash)
+        SpanScore(score.length_sum, score.anchors, span.stream, age, span.prompt_hash)
         for score, span, age in zip(lengths, spans, ages, strict=True)
     ]
 

@@ -110,7 +110,7 @@ class Policy:
             try:
                 if version <= self.live:
                     raise WeightError("old", f"version {self.live} is live; count on from there")
-                nbytes = await asyncio.to_thread(self._check_folder, folder)
+                await asyncio.to_thread(self._check_folder, folder)
                 report = await self._swap(str(folder), sha256, version)
             except WeightError as error:
                 raise self._refused(version, error) from None
@@ -121,7 +121,7 @@ class Policy:
                 version=version,
                 sha256=sha256,
                 at=time.time(),
-                nbytes=nbytes,
+                nbytes=_size(folder / (ADAPTER_WEIGHTS if self.adapters else WEIGHTS)),
                 adapter=self.adapters,
                 **report,
             )
@@ -166,8 +166,8 @@ class Policy:
         for changed in self.on_change:
             changed()
 
-    def _check_folder(self, folder: Path) -> int:
-        """Bytes of its weights file; raises WeightError unless it is of the kind that is served."""
+    def _check_folder(self, folder: Path) -> None:
+        """Raises WeightError unless it is of the kind that is served."""
         is_adapter = (folder / ADAPTER_CONFIG).is_file()
         if is_adapter and not self.adapters:
             raise WeightError(
@@ -181,14 +181,21 @@ class Policy:
             )
         if self.adapters:
             check_adapter_folder(folder)
-            return (folder / ADAPTER_WEIGHTS).stat().st_size
-        check_folder(folder, self._target)
-        return (folder / WEIGHTS).stat().st_size
+        else:
+            check_folder(folder, self._target)
 
     def _refused(self, version: int, error: WeightError) -> PolicyError:
         self.failed[error.reason] = self.failed.get(error.reason, 0) + 1
         log.warning("policy refused; the old one serves on", version=version, reason=str(error))
         return PolicyError(f"policy version {version} was refused: {error}")
+
+
+def _size(path: Path) -> int:
+    """0 when whoever wrote it has removed it since."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def check_folder(folder: Path, target: Path) -> None:

@@ -91,6 +91,7 @@ class InProcessGenerator:
                 capture_rate=0.0,
                 capture_span_tokens=settings.capture_span_tokens,
                 capture_queue=settings.capture_queue,
+                policy_rank=settings.policy_lora_rank,
             )
             draft = store.folder(live.live)
             args = engine_arguments(settings, target, self._model_name, draft, options)

@@ -1,10 +1,12 @@
 """Remembered scores are those of the very weights that are live."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from learner.drafters.eagle3 import Eagle3
-from learner.judging import LiveScores, score_spans
+from learner.judging import LiveScores, gate_scores, score_spans
 from learner.live import LiveDraft
 from learner.target import Target
 from tests.learner.tiny import VOCAB, make_span, make_target
@@ -41,3 +43,12 @@ def test_the_same_weights_are_scored_once(world):
     again = scores.of(LiveDraft(3, "a", heads[1]), spans, 3)
     assert again[:3] == first
     assert again[3:] == score_spans(heads[1], spans[3:], 3)
+
+
+def test_traffic_with_an_adapter_is_a_slice_of_its_own(world):
+    spans, heads = world
+    adapted = [dataclasses.replace(span, adapter="french") for span in spans[:2]]
+    both = [*adapted, *spans[2:]]
+    scores = gate_scores(score_spans(heads[0], both, 3), both, ["recent"] * 4)
+    tenant = spans[0].tenant
+    assert [score.tenant for score in scores] == [f"{tenant}/french"] * 2 + [tenant] * 2

@@ -155,7 +155,7 @@ def traces(draw) -> tuple[VerifyTrace, list[bytes]]:
         span_index=draw(counts), final=draw(st.booleans()), first_position=first,
         prompt_length=draw(st.integers(0, first + len(context))), prompt_hash=draw(names),
         token_ids=token_ids, sampling=Sampling(draw(numbers), draw(numbers), draw(integers)),
-        grammar=draw(st.booleans()), steps=steps, tensors=specs,
+        grammar=draw(st.booleans()), steps=steps, tensors=specs, adapter=draw(names),
     )  # fmt: skip
     return trace, [draw(st.binary(min_size=s.nbytes, max_size=s.nbytes)) for s in specs]
 
@@ -182,6 +182,15 @@ def refused(frames, reason: str) -> None:
 
 
 # --- round trips -------------------------------------------------------------------------------
+
+
+def test_a_trace_recorded_before_there_were_adapters_is_still_read():
+    trace = a_trace()
+    old = msgspec.to_builtins(trace)
+    del old["adapter"]
+    frames = [msgspec.msgpack.encode(old), *frames_of(trace)[1:]]
+    assert decode_trace(frames) == trace
+    assert trace.adapter == ""
 
 
 def test_every_message_kind_is_covered_here():

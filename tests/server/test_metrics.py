@@ -26,15 +26,15 @@ ENGINE = {
     "paceline_ready": ("gauge", set()),
     "paceline_engine_restarts": ("counter", set()),
     "paceline_requests_refused": ("counter", {"reason"}),
-    "paceline_adapter_acceptance_length": ("gauge", {"adapter"}),
-    "paceline_adapter_decode_steps": ("counter", {"adapter", "drafted"}),
-    "paceline_adapter_emitted_tokens": ("counter", {"adapter"}),
     "paceline_acceptance_length": ("gauge", {"draft_version"}),
     "paceline_draft_tokens": ("counter", {"draft_version", "position"}),
     "paceline_accepted_tokens": ("counter", {"draft_version", "position"}),
     "paceline_rejected_tokens": ("counter", {"draft_version", "position"}),
     "paceline_acceptance_rate": ("gauge", {"draft_version", "position"}),
     "paceline_decode_steps": ("counter", {"draft_version", "drafted"}),
+    "paceline_adapter_acceptance_length": ("gauge", {"adapter"}),
+    "paceline_adapter_decode_steps": ("counter", {"adapter", "drafted"}),
+    "paceline_adapter_emitted_tokens": ("counter", {"adapter"}),
     "paceline_traces_captured": ("counter", set()),
     "paceline_traces_sent": ("counter", set()),
     "paceline_traces_dropped": ("counter", {"reason"}),
@@ -84,7 +84,10 @@ def engine_report() -> EngineReport:
     for k, accepted in ((3, 3), (3, 1), (3, 0), (0, 0)):
         count.observe(k, accepted)
     capture = CaptureCounts(9, 7, {"queue_full": 2})
-    adapters = [AdapterAcceptance("a", count)]
+    adapter = AcceptanceCount(-1)
+    adapter.observe(3, 1)
+    adapter.observe(0, 0)
+    adapters = [AdapterAcceptance("french", adapter)]
     return EngineReport("w", 5, 3, [count], capture, adapters=adapters)
 
 
@@ -143,6 +146,15 @@ def test_acceptance_is_counted_by_version_and_position():
         assert value(families, "paceline_acceptance_rate", **at) == rate
     assert value(families, "paceline_decode_steps_total", draft_version="5", drafted="yes") == 3
     assert value(families, "paceline_decode_steps_total", draft_version="5", drafted="no") == 1
+
+
+def test_acceptance_is_counted_by_adapter():
+    families = full()
+    assert value(families, "paceline_adapter_acceptance_length", adapter="french") == 2
+    assert value(families, "paceline_adapter_emitted_tokens_total", adapter="french") == 2
+    for drafted in ("yes", "no"):
+        labels = {"adapter": "french", "drafted": drafted}
+        assert value(families, "paceline_adapter_decode_steps_total", **labels) == 1
 
 
 def test_swaps_traces_and_the_learner_are_counted():

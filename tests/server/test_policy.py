@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlcore.weights import WEIGHTS, WeightError
+from rlcore.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WEIGHTS, WeightError
 from server import routes
 from server.access import Access, Gate
 from server.policy import EngineGone, Policy, PolicyError, check_folder
@@ -215,3 +215,44 @@ def test_where_the_live_checkpoint_is_gone_the_servers_own_target_is_live_and_co
 
     asyncio.run(run())
     assert changes == [3, 0, 4]
+
+
+def adapter(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / ADAPTER_CONFIG).write_text("{}")
+    (folder / ADAPTER_WEIGHTS).write_bytes(b"12345")
+    return folder
+
+
+def test_a_server_for_adapters_takes_those_and_keeps_the_targets_embedding(tmp_path):
+    target = checkpoint(tmp_path / "target")
+    policy, engine = Policy(target, 0, adapters=True), Engine()
+    policy.connect(engine.swap)
+    folder = adapter(tmp_path / "new")
+    swap = asyncio.run(policy.publish(folder, 2, SHA))
+    assert engine.swapped == [2]
+    assert (swap.adapter, swap.nbytes) == (True, 5)
+    assert (policy.folder, policy.checkpoint) == (folder, target)
+
+
+@pytest.mark.parametrize(
+    ("adapters", "words"), [(True, "a whole checkpoint"), (False, "a LoRA adapter")]
+)
+def test_a_version_of_the_other_kind_is_refused_with_what_to_do(tmp_path, adapters, words):
+    policy, engine = Policy(checkpoint(tmp_path / "target"), 0, adapters=adapters), Engine()
+    policy.connect(engine.swap)
+    folder = checkpoint(tmp_path / "new") if adapters else adapter(tmp_path / "new")
+    with pytest.raises(PolicyError, match=words) as caught:
+        asyncio.run(policy.publish(folder, 1, SHA))
+    assert "--policy-lora-rank" in str(caught.value)
+    assert policy.failed == {"kind": 1}
+    assert engine.swapped == []
+
+
+def test_an_adapter_without_its_weights_is_refused(tmp_path):
+    policy, engine = Policy(checkpoint(tmp_path / "target"), 0, adapters=True), Engine()
+    policy.connect(engine.swap)
+    folder = adapter(tmp_path / "new")
+    (folder / ADAPTER_WEIGHTS).unlink()
+    with pytest.raises(PolicyError, match=f"holds no {ADAPTER_WEIGHTS}"):
+        asyncio.run(policy.publish(folder, 1, SHA))
