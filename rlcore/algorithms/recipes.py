@@ -236,7 +236,8 @@ def policy_loss(
 
     Metrics, each a mean over tokens: ``ratio``, ``clip_low`` and ``clip_high`` (shares), ``update_kl``
     (old to current policy), ``mismatch_kl`` and ``mismatch_k1``, ``correction`` (the weight),
-    ``masked`` (share of weight 0), ``entropy`` (estimated by the sampled tokens), ``reference_kl``.
+    ``masked`` (share of weight 0), ``effective`` (share with an advantage and a weight), ``no_advantage``
+    (share with an advantage of 0), ``entropy`` (estimated by the sampled tokens), ``reference_kl``.
 
     Raises BatchError for tensors that do not fit, RecipeError where a reference is missing.
     """
@@ -267,6 +268,8 @@ def policy_loss(
         "mismatch_k1": mismatch_k1,
         "correction": correction,
         "masked": correction == 0,
+        "effective": (advantages != 0) & (correction != 0),
+        "no_advantage": advantages == 0,
         "entropy": -inference,
     }
     if ref_logprobs is not None:

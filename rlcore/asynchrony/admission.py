@@ -1,31 +1,33 @@
 """How many rollout groups may be started, and which are trained next, so that none is too stale.
 
-Staleness of a rollout is the number of optimizer updates between the policy version that sampled its
-oldest token and the version that is being trained. It is bounded by starting fewer groups, not by
-discarding any: discarding starves long rollouts and biases the data. The usual form (AReaL, Fu et
-al. 2025; SkyRL) is
+A version of the policy is the number of optimizer updates taken. Staleness of a rollout is the number of
+them between the version that sampled its oldest token and the version that its own update is applied to:
+where u updates are taken on a batch, the last of them is u - 1 further off than the first. It is bounded
+by starting fewer groups, not by discarding any: discarding starves long rollouts and biases the data.
+The usual form (AReaL, Fu et al. 2025; SkyRL) is
 
     capacity = (S + version + 1) * B - (consumed + running + finished and waiting)
 
-with the bound S and B groups in an update. Taken literally it holds neither when a long group is
-overtaken again and again by later ones nor when updates consume another number of groups than
-planned: with fewer consumed it admits too much, with more (groups of equal rewards that dynamic
+with the bound S and B groups in a batch, which is one update. Taken literally it holds neither when a
+long group is overtaken again and again by later ones nor when updates consume another number of groups
+than planned: with fewer consumed it admits too much, with more (groups of equal rewards that dynamic
 sampling passes over) it admits nothing any more. So here
 
-- consumed is what the updates so far had room for, version * B; capacity = (S + 1) * B - open groups;
+- capacity is what the batches that a group of the published version can be in have room for, less the
+  open groups: (S + 1 - updates not yet published) // u batches of B;
 - a group is admitted at the published version, which may be behind the trainer's;
-- a batch may be taken if all that stay open can still be trained in time, B an update, oldest first.
+- a batch may be taken if all that stay open can still be trained in time, B a batch, oldest first.
   Where they could not, the batch waits for the old groups that are running (``blocking``).
 
-Open groups can always be trained in time, by induction: at admission they fit into the S + 1 updates
-that remain, and the last rule keeps it so. When all groups are finished, either B or more wait, and
-the oldest B are such a batch, or fewer do, and capacity is above 0 as soon as the last version has
-been published.
+Open groups can always be trained in time, by induction: at admission they fit into the batches that
+remain, the last rule keeps it so, and an update that is skipped only makes staleness less. When all
+groups are finished, either B or more wait, and the oldest B are such a batch, or fewer do, and capacity
+is above 0 as soon as the last version has been published.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlcore.asynchrony.errors import EventError
@@ -46,15 +48,30 @@ class Admission:
     Raises EventError when an event cannot follow those before it.
     """
 
-    def __init__(self, max_off_policy_steps: int, groups_per_update: int, version: int = 0) -> None:
+    def __init__(
+        self,
+        max_off_policy_steps: int,
+        groups_per_update: int,
+        version: int = 0,
+        updates_per_batch: int = 1,
+    ) -> None:
         """``max_off_policy_steps``: S, 0 for rollouts by the very version that is trained.
 
-        ``version``: optimizer updates taken so far, all of them published.
+        ``groups_per_update``: B, the groups of a batch. ``version``: optimizer updates taken so far, all of
+        them published. ``updates_per_batch``: u, the most that are taken on one batch.
         """
-        if max_off_policy_steps < 0 or groups_per_update < 1:
-            raise UsageError("max_off_policy_steps must be 0 or more, groups_per_update 1 or more")
+        if max_off_policy_steps < 0 or groups_per_update < 1 or updates_per_batch < 1:
+            raise UsageError(
+                "max_off_policy_steps must be 0 or more, groups_per_update and updates_per_batch 1 or more"
+            )
+        if max_off_policy_steps < updates_per_batch - 1:
+            raise UsageError(
+                f"the last of {updates_per_batch} updates on a batch is {updates_per_batch - 1} off policy; "
+                f"max_off_policy_steps {max_off_policy_steps} is less"
+            )
         self.max_off_policy_steps = max_off_policy_steps
         self.groups_per_update = groups_per_update
+        self.updates_per_batch = updates_per_batch
         self.version = version
         """Of the policy in the trainer, which is optimizer updates taken."""
         self.published_version = version
@@ -69,8 +86,8 @@ class Admission:
     def capacity(self) -> int:
         """Groups that may be admitted now."""
         behind = self.version - self.published_version
-        updates = self.max_off_policy_steps + 1 - behind
-        return max(0, updates * self.groups_per_update - len(self._groups))
+        batches = (self.max_off_policy_steps + 1 - behind) // self.updates_per_batch
+        return max(0, batches * self.groups_per_update - len(self._groups))
 
     @property
     def running(self) -> tuple[str, ...]:
@@ -116,7 +133,7 @@ class Admission:
         del self._groups[group]
 
     def take_batch(self) -> tuple[str, ...]:
-        """The groups of the next update, oldest first; empty when there is no such batch yet.
+        """The groups of the next batch, oldest first; empty when there is no such batch yet.
 
         They stay open until ``trained``, and until then there is no other batch.
         """
@@ -133,20 +150,25 @@ class Admission:
             return ()
         return tuple(name for name in self.running if self._groups[name].oldest <= max(late))
 
-    def trained(self, groups: Collection[str]) -> None:
-        """The batch is done with. ``groups``: those of it that an optimizer update was taken on.
+    def trained(self, before: Mapping[str, int], updates: int) -> None:
+        """The batch is done with, after so many optimizer updates.
 
-        None of them means that there was no update (equal rewards, or a loss that is not finite).
+        ``before``: the groups of it that one was taken on, and how many of the updates came before that one.
         """
-        if not set(groups) <= set(self._training):
+        most = self.updates_per_batch
+        if not before.keys() <= set(self._training):
             raise EventError("trained() names groups that are not in the batch taken")
-        for name in groups:
+        if not 0 <= updates <= most or any(not 0 <= n < updates for n in before.values()):
+            raise EventError(
+                f"trained() tells of {updates} updates, {before} before; {most} are the most"
+            )
+        for name, earlier in before.items():
             for version in self._groups[name].versions:
-                self.histogram[self.version - version] += 1
+                self.histogram[self.version + earlier - version] += 1
         for name in self._training:
             del self._groups[name]
         self._training = ()
-        self.version += bool(groups)
+        self.version += updates
 
     def published(self, version: int) -> None:
         """Every token from now on is sampled by this version, or a later one."""
@@ -160,12 +182,13 @@ class Admission:
     def _late(self, batch: Collection[str]) -> list[int]:
         """Oldest versions of the open groups that would be trained too late after ``batch``."""
         left = sorted(group.oldest for name, group in self._groups.items() if name not in batch)
-        return [
-            oldest
-            for rank, oldest in enumerate(left)
-            if self.version + 1 + rank // self.groups_per_update
-            > oldest + self.max_off_policy_steps
-        ]
+        late = []
+        for rank, oldest in enumerate(left):
+            batches = 1 + rank // self.groups_per_update  # before its own, this one included
+            newest = self.version + batches * self.updates_per_batch + self.updates_per_batch - 1
+            if newest > oldest + self.max_off_policy_steps:
+                late.append(oldest)
+        return late
 
     def _open(self, group: str) -> _Group:
         if group not in self._groups:
@@ -175,7 +198,7 @@ class Admission:
     def state(self) -> dict[str, object]:
         """A batch in training is among the finished ones: it is taken again after a resume."""
         return {
-            "bound": [self.max_off_policy_steps, self.groups_per_update],
+            "bound": [self.max_off_policy_steps, self.groups_per_update, self.updates_per_batch],
             "version": self.version,
             "published_version": self.published_version,
             "histogram": list(self.histogram),
@@ -187,11 +210,11 @@ class Admission:
 
         Raises UsageError when the bound is another: what is open need not fit into it.
         """
-        steps, groups = state["bound"]
-        if (steps, groups) != (self.max_off_policy_steps, self.groups_per_update):
+        bound = [self.max_off_policy_steps, self.groups_per_update, self.updates_per_batch]
+        if state["bound"] != bound:
+            names = "max_off_policy_steps, groups_per_update and updates_per_batch"
             raise UsageError(
-                f"the checkpoint has max_off_policy_steps {steps} and {groups} groups in an update, not "
-                f"{self.max_off_policy_steps} and {self.groups_per_update}; resume with the same"
+                f"the checkpoint has {names} {state['bound']}, not {bound}; resume with the same"
             )
         self.version = state["version"]
         self.published_version = state["published_version"]

@@ -11,7 +11,7 @@ so no token can go missing between the engine and the trainer. Effective tokens 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -24,9 +24,11 @@ class Fate(StrEnum):
     STALE = "stale"
     """Dropped because the policy that sampled them is too old."""
     MASKED = "masked"
-    """Left out of the loss by a correction, or because the completion was cut off (overlong)."""
+    """Given the weight 0 by a correction, although it has an advantage."""
     ZERO_ADVANTAGE = "zero_advantage"
     """Of a group with equal rewards, or otherwise with no advantage."""
+    SKIPPED = "skipped"
+    """Of an update that was not taken: its loss or gradient was not finite."""
     FAILED = "failed"
     """The environment failed, or the process that held them died."""
     REPREFILLED = "reprefilled"
@@ -109,17 +111,25 @@ class TokenLedger:
 
     def settled(self, rollout: str, fates: Mapping[Fate, int]) -> None:
         """The fates of all tokens of a rollout, in flight or waiting. It is then forgotten."""
-        book = self._waiting if rollout in self._waiting else self._in_flight
-        if rollout not in book:
-            raise EventError(f"rollout {rollout} is unknown, or was settled before")
+        self.settled_together([rollout], fates)
+
+    def settled_together(self, rollouts: Collection[str], fates: Mapping[Fate, int]) -> None:
+        """The same for all the tokens of several."""
         if Fate.REPREFILLED in fates or any(count < 0 for count in fates.values()):
-            raise EventError(f"rollout {rollout} settled with negative counts or as reprefilled")
-        if sum(fates.values()) != book[rollout]:
+            raise EventError(f"rollouts {rollouts} settled with negative counts or as reprefilled")
+        tokens = 0
+        for rollout in rollouts:
+            if rollout not in self._waiting and rollout not in self._in_flight:
+                raise EventError(f"rollout {rollout} is unknown, or was settled before")
+            tokens += self._waiting.get(rollout, self._in_flight.get(rollout, 0))
+        if sum(fates.values()) != tokens or len(set(rollouts)) != len(rollouts):
             raise EventError(
-                f"rollout {rollout} has {book[rollout]} tokens, not the {sum(fates.values())} it is "
-                "settled with"
+                f"rollouts {rollouts} have {tokens} tokens, not the {sum(fates.values())} they are "
+                "settled with, or are named twice"
             )
-        del book[rollout]
+        for rollout in rollouts:
+            self._waiting.pop(rollout, None)
+            self._in_flight.pop(rollout, None)
         for fate, count in fates.items():
             self._fates[fate] += count
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from rlcore.algorithms.advantages import ADVANTAGES
 from rlcore.algorithms.recipes import Recipe
+from rlcore.asynchrony.token_ledger import Fate
 from rlcore.optim import MuonAdamW
 from rlcore.policy.lora import Lora, adapter_config, adapter_weights, merged_weights
 from rlcore.policy.model import config_of, load_policy, weights
@@ -28,15 +30,33 @@ class BatchReport:
     """What became of one batch."""
 
     updates: list[UpdateMetrics]
-    tokens: int
-    """Sampled tokens in the loss."""
+    tokens: list[int]
+    """Sampled tokens of each of them."""
     computed: int
     """Tokens that a pass computed, shared prompts once."""
+    before: list[int | None]
+    """For each group, the optimizer updates that were taken on the batch before the one it was in; None
+    where that one was not taken."""
 
     @property
-    def trained(self) -> bool:
-        """Whether any optimizer update was taken."""
-        return any(update.skipped is None for update in self.updates)
+    def taken(self) -> int:
+        """Optimizer updates."""
+        return sum(update.skipped is None for update in self.updates)
+
+    def fates(self) -> dict[Fate, int]:
+        """What became of the sampled tokens; they add up to all of them."""
+        fates: Counter[Fate] = Counter()
+        for update, tokens in zip(self.updates, self.tokens, strict=True):
+            if update.skipped is not None:
+                fates[Fate.SKIPPED] += tokens
+                continue
+            # Means over all tokens: times their number they are counts again.
+            trained = round(update.metrics["effective"] * tokens)
+            none = round(update.metrics["no_advantage"] * tokens)
+            fates[Fate.TRAINED] += trained
+            fates[Fate.ZERO_ADVANTAGE] += none
+            fates[Fate.MASKED] += tokens - trained - none
+        return dict(fates)
 
     def metrics(self) -> dict[str, float]:
         """Means over the updates that were taken."""
@@ -112,11 +132,11 @@ class PolicyLearner:
             add_old = self._objective.with_old_logprobs
             packed = [[add_old(self.policy, b) for b in batches] for batches in packed]
         updates = [self.trainer.update(batches) for batches in packed]
-        flat = [batch for batches in packed for batch in batches]
         return BatchReport(
             updates=updates,
-            tokens=sum(len(batch.labels) for batch in flat),
-            computed=sum(batch.tokens for batch in flat),
+            tokens=[sum(len(batch.labels) for batch in batches) for batches in packed],
+            computed=sum(batch.tokens for batches in packed for batch in batches),
+            before=_before(updates, len(groups), self._updates_per_batch),
         )
 
     def _weighted(self, groups: Sequence[Sequence[Rollout]]) -> list[list[WeightedRollout]]:
@@ -153,6 +173,15 @@ class PolicyLearner:
 
     def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
         self.trainer.load_state(tensors, counters)
+
+
+def _before(
+    updates: Sequence[UpdateMetrics], groups: int, updates_per_batch: int
+) -> list[int | None]:
+    """``updates`` are fewer than ``updates_per_batch`` where there are fewer groups."""
+    taken = [update.skipped is None for update in updates]
+    counts = [sum(taken[:i]) if took else None for i, took in enumerate(taken)]
+    return [counts[i % updates_per_batch] for i in range(groups)]
 
 
 def _device(name: str) -> str:

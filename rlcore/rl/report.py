@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rlcore.asynchrony.balance import Window
@@ -80,9 +80,14 @@ def _role_figures(name: str, window: RoleWindow) -> dict[str, float]:
     }
 
 
-def staleness(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
-    """``version``: of the policy that was trained on them."""
-    steps = [version - rollout.oldest_version for rollout in rollouts if rollout.sampled]
+def staleness(trained: Iterable[tuple[Sequence[Rollout], int]]) -> dict[str, float]:
+    """``trained``: groups, and the version of the policy that the update on each was applied to."""
+    steps = [
+        version - rollout.oldest_version
+        for group, version in trained
+        for rollout in group
+        if rollout.sampled
+    ]
     if not steps:
         return {}
     return {"staleness": sum(steps) / len(steps), "staleness_max": float(max(steps))}

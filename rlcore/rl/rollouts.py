@@ -7,6 +7,7 @@ calls ``wake``.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -21,8 +22,10 @@ from rlcore.algorithms.shaping import overlong_penalty
 from rlcore.asynchrony.admission import Admission
 from rlcore.asynchrony.priority import GroupProgress, request_priority
 from rlcore.asynchrony.role_windows import RoleMeter
+from rlcore.asynchrony.task_chances import TaskChances
 from rlcore.asynchrony.task_order import TaskOrder, Turn
 from rlcore.asynchrony.token_ledger import Fate, TokenLedger
+from rlcore.environments.base import Task
 from rlcore.environments.host import EnvironmentFailure, EnvironmentHost
 from rlcore.generator.base import Completion
 from rlcore.log import get_logger
@@ -47,6 +50,8 @@ class Books:
     admission: Admission
     order: TaskOrder
     ledger: TokenLedger
+    chances: TaskChances | None = None
+    """None: every turn is taken."""
 
 
 @dataclass
@@ -89,6 +94,8 @@ class RolloutFloor:
         self._sampling_now = 0
         self._admitted = 0
         self._rewards: dict[str, list[float]] = {}
+        self._questions: dict[str, str] = {}
+        """What the groups that run are about, where tasks are weighed."""
         self._wake = asyncio.Event()
 
     def wake(self) -> None:
@@ -109,7 +116,7 @@ class RolloutFloor:
         async with asyncio.TaskGroup() as groups:
             while True:
                 while self._has_room():
-                    turn = self._books.order.take()
+                    turn = await self._next_turn()
                     name = str(turn.position)
                     self._books.admission.admit(name)
                     self._running += self._group_size
@@ -117,6 +124,24 @@ class RolloutFloor:
                     groups.create_task(self._play_group(turn, name, self._admitted))
                 self._wake.clear()
                 await self._wake.wait()
+
+    async def _next_turn(self) -> Turn:
+        """The next one that is not passed over."""
+        books = self._books
+        while True:
+            turn = books.order.take()
+            if books.chances is None:
+                return turn
+            try:
+                task = await self._host.task("train", turn.task)
+            except EnvironmentFailure:
+                return turn  # playing it says what is wrong
+            question = question_of(task)
+            if books.chances.takes(question, turn.position):
+                self._questions[str(turn.position)] = question
+                return turn
+            books.order.passed_over(turn.position)
+            self.tally.passed_over += 1
 
     def _has_room(self) -> bool:
         free = self.concurrency - self._running
@@ -137,6 +162,7 @@ class RolloutFloor:
                 self._give_up(turn, name, group)
         finally:
             del self._rewards[name]
+            self._questions.pop(name, None)
             self.wake()
 
     async def _play(self, turn: Turn, group: str, admitted: int, number: int) -> Rollout | None:
@@ -196,12 +222,15 @@ class RolloutFloor:
     def _finish(self, turn: Turn, name: str, group: list[Rollout]) -> None:
         books = self._books
         self.tally.add(group)
+        if books.chances is not None and name in self._questions:
+            books.chances.finished(self._questions[name], *evidence(group))
         books.order.finished(turn.position)
         versions = [rollout.oldest_version for rollout in group if rollout.sampled]
         books.admission.finished(name, versions or [books.admission.published_version])
         if self._recipe.dynamic_sampling and equal_rewards(group):
-            for rollout in group:
-                books.ledger.settled(rollout.rollout_id, {Fate.ZERO_ADVANTAGE: rollout.sampled})
+            tokens = sum(rollout.sampled for rollout in group)
+            names = [rollout.rollout_id for rollout in group]
+            books.ledger.settled_together(names, {Fate.ZERO_ADVANTAGE: tokens})
             books.admission.dropped(name)
             books.order.trained(turn.position)
             return
@@ -235,3 +264,25 @@ class RolloutFloor:
             turn=turn.position,
             reasons=dict(self.tally.failed),
         )
+
+
+def question_of(task: Task) -> str:
+    """The same for tasks that ask the same: a list without end may repeat few questions.
+
+    Environments with such a list say under ``question`` what they ask; of others each task is its own.
+    """
+    asked = task.data.get("question", task.id)
+    return hashlib.blake2b(str(asked).encode(), digest_size=8).hexdigest()
+
+
+def evidence(group: list[Rollout]) -> tuple[int, int]:
+    """Right and wrong rollouts, for what a group of the task is likely to teach.
+
+    Rewards decide: with equal ones there was nothing to learn, with others there was, even if all of the
+    group are right, or wrong.
+    """
+    size, right = len(group), sum(rollout.correct for rollout in group)
+    if equal_rewards(group):
+        return (size, 0) if right else (0, size)
+    right = min(size - 1, max(1, right))
+    return right, size - right

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from rlcore.asynchrony.admission import Admission
 from rlcore.asynchrony.role_windows import RoleMeter
+from rlcore.asynchrony.task_chances import TaskChances
 from rlcore.asynchrony.task_order import TaskOrder
-from rlcore.asynchrony.token_ledger import Fate, TokenLedger
+from rlcore.asynchrony.token_ledger import TokenLedger
 from rlcore.environments.host import EnvironmentHost
 from rlcore.errors import PacelineError
 from rlcore.generator.base import Completion
@@ -22,7 +23,7 @@ from rlcore.records import PolicyManifest, Sampling
 from rlcore.rl import saved as saving
 from rlcore.rl.engine import Engine, Live
 from rlcore.rl.episode import Limits
-from rlcore.rl.evaluate import Evaluation, evaluate
+from rlcore.rl.evaluate import evaluate
 from rlcore.rl.learn import BatchReport, PolicyLearner
 from rlcore.rl.progress import Progress
 from rlcore.rl.report import Speedometer, samples, staleness
@@ -31,7 +32,7 @@ from rlcore.rl.settings import RLTrainSettings
 from rlcore.rl.sinks import Sinks
 from rlcore.rl.steering import Steering
 from rlcore.rl.tally import Tally
-from rlcore.rollout import Rollout, equal_rewards
+from rlcore.rollout import Rollout
 from rlcore.weights import PolicyStore
 
 log = get_logger("rl")
@@ -84,9 +85,14 @@ class Run:
             engine.longest,
         )
         self.books = Books(
-            Admission(settings.max_off_policy_steps, settings.groups_per_update),
+            Admission(
+                settings.max_off_policy_steps,
+                settings.groups_per_update,
+                updates_per_batch=settings.optimiser.updates_per_batch,
+            ),
             TaskOrder(settings.seed, host.size("train")),
             TokenLedger(),
+            TaskChances(settings.seed, settings.group_size) if settings.weigh_tasks else None,
         )
         now = time.monotonic()
         self._roles = Roles(
@@ -120,7 +126,6 @@ class Run:
         self._publishing: asyncio.Task[None] | None = None
         self._published: dict[str, float] = {}
         """What the last publication cost, in seconds."""
-        self.evaluations: dict[int, Evaluation] = {}
 
     @property
     def version(self) -> int:
@@ -145,7 +150,8 @@ class Run:
                         f"the server has policy version {status.policy_version} live, the run is at "
                         f"{self.version}; start the server again"
                     )
-                await self._evaluate_if_due()
+                if not self.version and self._settings.evaluate_every:
+                    await self._evaluate()
                 self._speed.begin(await self._engine.status())
                 await self._until_done()
         finally:
@@ -172,14 +178,15 @@ class Run:
         while self.version < self._settings.updates and not self._time_is_up():
             batch = await self._next_batch()
             groups = {name: self._floor.finished.pop(name) for name in batch}
+            since = self.version
             report = await self._update(list(groups.values()))
             self._settle(groups, report)
-            if not report.trained:
+            if not report.taken:
                 log.warning("a batch led to no update", reasons=[u.skipped for u in report.updates])
                 self._floor.wake()
                 continue
             await self._begin_to_publish()
-            await self._after_update(groups, report)
+            await self._after_update(groups, report, since)
         await self._until_published()
         await self._checkpoint()
 
@@ -231,19 +238,18 @@ class Run:
             report = await self._in_thread(self._learner.train, groups, self.version)
         finally:
             meter.working(0, time.monotonic())
-        meter.done(report.tokens, time.monotonic())
+        meter.done(sum(report.tokens), time.monotonic())
         meter.queued(len(self._floor.finished), time.monotonic())
         return report
 
     def _settle(self, groups: dict[str, list[Rollout]], report: BatchReport) -> None:
         books = self.books
-        books.admission.trained(groups if report.trained else ())
-        for name, group in groups.items():
+        before = zip(groups, report.before, strict=True)
+        books.admission.trained({name: n for name, n in before if n is not None}, report.taken)
+        for name in groups:
             books.order.trained(int(name))
-            learned = report.trained and not equal_rewards(group)
-            for rollout in group:
-                fate = Fate.TRAINED if learned else Fate.ZERO_ADVANTAGE
-                books.ledger.settled(rollout.rollout_id, {fate: rollout.sampled})
+        names = [rollout.rollout_id for group in groups.values() for rollout in group]
+        books.ledger.settled_together(names, report.fates())
 
     async def _begin_to_publish(self) -> None:
         """The policy is copied and goes live while the next update is under way."""
@@ -261,21 +267,26 @@ class Run:
     async def _publish(self, version: int, weights: dict[str, Tensor]) -> None:
         started = time.monotonic()
         loop = asyncio.get_running_loop()
-        manifest = await loop.run_in_executor(self._writer, self._write, version, weights)
+        before = self.books.admission.published_version
+        parent = before if before < version else None  # on resume it is published again
+        manifest = await loop.run_in_executor(self._writer, self._write, version, parent, weights)
         live = Live(version, self._store.folder(version), manifest.sha256)
         published = await self._engine.publish(live)
         self.books.ledger.reprefilled(published.reprefilled)
         self.books.admission.published(version)
-        for other in self._store.versions():
-            if not version - KEPT_POLICIES < other <= version:  # later ones: before a resume
+        versions = self._store.versions()
+        kept = [other for other in versions if other <= version][-KEPT_POLICIES:]
+        for other in versions:
+            if other not in kept:  # later ones: before a resume
                 self._store.remove(other)
         seconds = time.monotonic() - started
         self._published = {"publish_seconds": seconds, "stall_seconds": published.stall_s}
 
-    def _write(self, version: int, weights: dict[str, Tensor]) -> PolicyManifest:
+    def _write(
+        self, version: int, parent: int | None, weights: dict[str, Tensor]
+    ) -> PolicyManifest:
         if version in self._store.versions():
             self._store.remove(version)
-        parent = version - 1 if version else None
         seen = int(self._learner.trainer.weight_seen)
         manifest = PolicyManifest(
             version,
@@ -287,17 +298,22 @@ class Run:
         )
         return self._store.publish(weights, self._learner.config(), manifest)
 
-    async def _after_update(self, groups: dict[str, list[Rollout]], report: BatchReport) -> None:
+    async def _after_update(
+        self, groups: dict[str, list[Rollout]], report: BatchReport, since: int
+    ) -> None:
+        """``since``: the version that the batch began with."""
         version, tally = self.version, self._floor.tally
         self._floor.tally = Tally()
         rollouts = [rollout for group in groups.values() for rollout in group]
+        before = zip(groups.values(), report.before, strict=True)
+        trained = [(group, since + n) for group, n in before if n is not None]
         status, now = await self._engine.status(), time.monotonic()
         window = self._speed.window(now)
         figures = {
             **tally.metrics(),
             **report.metrics(),
             **self._speed.figures(window, status, now),
-            **staleness(rollouts, version - 1),
+            **staleness(trained),
             **self._published,
             **self._steering.observe(tally, window),
             "engine_restarts": float(self._engine.restarts),
@@ -306,19 +322,21 @@ class Run:
         self._sinks.trained(version, {name: group[0].task_id for name, group in groups.items()})
         self._sinks.samples(version, samples(rollouts, self._tokenizer))
         self._progress.update(version, figures)
-        await self._evaluate_if_due()
-        if version % self._settings.checkpoint_every == 0:
+        if self._due(self._settings.evaluate_every, since):
+            await self._evaluate()
+        if self._due(self._settings.checkpoint_every, since):
             await self._checkpoint()
+
+    def _due(self, every: int, since: int) -> bool:
+        """Whether a multiple of ``every`` has been reached; a batch may be good for several updates."""
+        return every > 0 and self.version // every > since // every
 
     async def _sample(
         self, token_ids: list[int], sampling: Sampling, most: int, priority: int
     ) -> Completion:
         return await self._engine.complete(token_ids, sampling, most, priority=priority)
 
-    async def _evaluate_if_due(self) -> None:
-        every = self._settings.evaluate_every
-        if not every or self.version % every or self.version in self.evaluations:
-            return
+    async def _evaluate(self) -> None:
         await self._until_published()
         settings = self._settings
         sampling = Sampling(temperature=settings.evaluate_temperature)
@@ -338,7 +356,6 @@ class Run:
             settings.evaluate_samples,
             settings.concurrency,
         )
-        self.evaluations[self.version] = result
         self._sinks.metrics(self.version, result.metrics())
         self._progress.evaluated(self.version, result)
 

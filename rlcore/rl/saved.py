@@ -48,6 +48,7 @@ def facts_of(
             "admission": books.admission.state(),
             "order": books.order.state(),
             "ledger": books.ledger.state(),
+            "chances": None if books.chances is None else books.chances.state(),
         },
         "waiting": {name: msgspec.to_builtins(group) for name, group in waiting.items()},
         "controllers": dict(controllers),
@@ -94,7 +95,12 @@ def load(out: Path, identity: Mapping[str, Any]) -> Saved:
 
 
 def restore(books: Books, saved: Saved) -> None:
-    """The books as they were; what was under way is to be done again, what is finished waits."""
+    """The books as they were; what was under way is to be done again, what is finished waits.
+
+    Raises UsageError when they are of another run.
+    """
+    if books.chances is not None and saved.books["chances"] is not None:
+        books.chances.load_state(saved.books["chances"])
     books.order.load_state(saved.books["order"], [int(name) for name in saved.waiting])
     books.ledger.load_state(saved.books["ledger"])
     books.admission.load_state(saved.books["admission"])

@@ -193,8 +193,10 @@ class RLTrainSettings(RunSettings):
     max_off_policy_steps: int = Field(
         1,
         ge=0,
-        description="Batches that a rollout's oldest token may be behind (each is updates-per-batch "
-        "optimizer updates)",
+        description="Optimizer updates that a rollout's oldest token may be behind when it is trained on",
+    )
+    weigh_tasks: bool = Field(
+        False, description="Practise tasks less whose recent groups had equal rewards"
     )
     balance: bool = Field(True, description="Adapt concurrency to what the trainer takes")
     seed: int = Field(0, description="Of the order of tasks")
@@ -219,6 +221,12 @@ class RLTrainSettings(RunSettings):
             self.chosen_recipe()
         except RecipeError as error:
             raise ValueError(str(error)) from None
+        least = self.optimiser.updates_per_batch - 1
+        if self.max_off_policy_steps < least:
+            raise ValueError(
+                f"the last of optimiser.updates-per-batch {least + 1} is {least} updates behind a fresh "
+                f"rollout; max-off-policy-steps {self.max_off_policy_steps} is less"
+            )
         if self.concurrency < self.group_size:
             raise ValueError(
                 f"concurrency {self.concurrency} is less than group-size {self.group_size}; a group is "

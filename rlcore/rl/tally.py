@@ -20,6 +20,8 @@ class Tally:
     all_wrong: int = 0
     equal: int = 0
     """Groups whose rewards are all equal."""
+    passed_over: int = 0
+    """Turns of tasks that were left out, for they are known to teach little."""
     given_up: int = 0
     """Groups that came to nothing."""
     failed: Counter[str] = field(default_factory=Counter)
@@ -70,6 +72,7 @@ class Tally:
             "length": self.length,
             "cut_off": self.cut_off / len(self.rewards),
             "groups": self.groups,
+            "passed_over": self.passed_over,
             "equal_groups": self.equal / self.groups,
             "all_right_groups": self.all_right / self.groups,
             "all_wrong_groups": self.all_wrong / self.groups,

@@ -19,10 +19,15 @@ GROUP_SIZE = 2
 class AnyOrder(RuleBasedStateMachine):
     """Keeps its own account of versions; the machine under test is never asked for them."""
 
-    @initialize(steps=st.integers(0, 3), batch=st.integers(1, 3), version=st.integers(0, 2))
-    def start(self, steps: int, batch: int, version: int) -> None:
-        self.steps, self.batch = steps, batch
-        self.admission = Admission(steps, batch, version)
+    @initialize(
+        steps=st.integers(0, 3),
+        batch=st.integers(1, 3),
+        version=st.integers(0, 2),
+        updates=st.integers(1, 3),
+    )
+    def start(self, steps: int, batch: int, version: int, updates: int) -> None:
+        self.steps, self.batch, self.updates = steps + updates - 1, batch, updates
+        self.admission = Admission(self.steps, batch, version, updates)
         self.version = self.published = version
         self.names = 0
         self.running: dict[str, int] = {}
@@ -70,24 +75,29 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
     def train(self, data: st.DataObject) -> None:
-        groups = data.draw(st.lists(st.sampled_from(self.taken), unique=True))
-        self.admission.trained(groups)
-        for name in groups:
-            self.staleness += [self.version - version for version in self.finished[name]]
+        updates = data.draw(st.integers(0, self.updates))
+        groups = data.draw(st.lists(st.sampled_from(self.taken), unique=True)) if updates else []
+        before = {name: data.draw(st.integers(0, updates - 1)) for name in groups}
+        self.admission.trained(before, updates)
+        for name, earlier in before.items():
+            self.staleness += [self.version + earlier - version for version in self.finished[name]]
         for name in self.taken:
             del self.finished[name]
         self.taken = ()
-        self.version += bool(groups)
+        self.version += updates
 
     @rule(data=st.data())
     def publish(self, data: st.DataObject) -> None:
         self.published = data.draw(st.integers(self.published, self.version))
         self.admission.published(self.published)
 
+    def like(self) -> Admission:
+        return Admission(self.steps, self.batch, updates_per_batch=self.updates)
+
     @rule()
     def kill(self) -> None:
         saved = json.loads(json.dumps(self.admission.state()))
-        self.admission = Admission(self.steps, self.batch)
+        self.admission = self.like()
         self.admission.load_state(saved)
         self.taken = ()
 
@@ -105,7 +115,7 @@ class AnyOrder(RuleBasedStateMachine):
             return
         if self.published == self.version and self.admission.capacity > 0:
             return
-        trial = Admission(self.steps, self.batch)
+        trial = self.like()
         trial.load_state(self.admission.state())
         if not trial.take_batch():
             trial.published(self.version)
@@ -117,7 +127,7 @@ class AnyOrder(RuleBasedStateMachine):
         if self.taken or waiting < self.batch:
             assert not self.admission.blocking()
             return
-        trial = Admission(self.steps, self.batch)
+        trial = self.like()
         trial.load_state(self.admission.state())
         blocking = trial.blocking()
         assert bool(trial.take_batch()) == (not blocking)
@@ -134,13 +144,18 @@ def finish_all(admission: Admission, names: list[str], version: int = 0) -> None
         admission.finished(name, [version] * GROUP_SIZE)
 
 
+def train(admission: Admission, *names: str) -> None:
+    """By one update."""
+    admission.trained(dict.fromkeys(names, 0), 1)
+
+
 def test_without_off_policy_steps_a_batch_is_of_the_version_that_is_trained():
     admission = Admission(0, 2)
     assert admission.capacity == 2
     finish_all(admission, ["a", "b"])
     assert admission.capacity == 0
     assert admission.take_batch() == ("a", "b")
-    admission.trained(["a", "b"])
+    train(admission, "a", "b")
     assert admission.capacity == 0  # the engines still sample with version 0
     admission.published(1)
     assert admission.capacity == 2
@@ -153,14 +168,14 @@ def test_a_long_group_is_waited_for_before_it_is_too_stale_and_not_earlier():
         assert admission.capacity > 0
         finish_all(admission, [name], version)
         assert admission.take_batch() == (name,)
-        admission.trained([name])
+        train(admission, name)
         admission.published(version + 1)
     finish_all(admission, ["c"], 2)
     assert admission.take_batch() == ()
     assert admission.blocking() == ("long",)
     admission.finished("long", [0])
     assert admission.take_batch() == ("long",)
-    admission.trained(["long"])
+    train(admission, "long")
     assert admission.histogram == [2 * GROUP_SIZE, 0, 1]
 
 
@@ -170,7 +185,7 @@ def test_groups_filtered_out_of_updates_neither_stop_admission_nor_open_it_too_f
         finish_all(admission, [f"{version}-{i}" for i in range(admission.capacity)], version)
         admission.dropped(admission.waiting[-1])  # equal rewards
         batch = admission.take_batch()
-        admission.trained(batch[:1])  # and one more found in the batch
+        train(admission, *batch[:1])  # and one more found in the batch
         admission.published(version + 1)
         assert 0 < admission.capacity <= 4 - len(admission.waiting)
     assert admission.version == 20
@@ -180,7 +195,7 @@ def test_a_batch_with_nothing_to_learn_from_is_no_update():
     admission = Admission(0, 1)
     finish_all(admission, ["a"])
     admission.take_batch()
-    admission.trained([])
+    admission.trained({}, 0)
     assert (admission.version, admission.capacity, admission.histogram) == (0, 1, [0])
 
 
@@ -189,11 +204,11 @@ def test_tokens_of_a_newer_version_than_at_admission_count_as_that():
     finish_all(admission, ["a"])
     admission.admit("b")
     admission.take_batch()
-    admission.trained(["a"])
+    train(admission, "a")
     admission.published(1)
     admission.finished("b", [1, 1])  # it had not begun when version 1 came
     assert admission.take_batch() == ("b",)
-    admission.trained(["b"])
+    train(admission, "b")
     assert admission.histogram == [1 * GROUP_SIZE + 2, 0]
 
 
@@ -208,7 +223,9 @@ def test_tokens_of_a_newer_version_than_at_admission_count_as_that():
         (lambda a: a.finished("r", [1]), "versions 1 to 1"),
         (lambda a: a.finished("r", [-1]), "versions -1 to -1"),
         (lambda a: a.dropped("x"), "not open"),
-        (lambda a: a.trained(["f"]), "not in the batch"),
+        (lambda a: a.trained({"f": 0}, 1), "not in the batch"),
+        (lambda a: a.trained({}, 2), "1 are the most"),
+        (lambda a: a.trained({}, -1), "-1 updates"),
         (lambda a: a.published(1), "cannot be published"),
     ],
 )
@@ -220,6 +237,27 @@ def test_an_event_that_cannot_be_is_refused(event, words):
     with pytest.raises(EventError, match=words):
         event(admission)
     assert admission.state() == before
+
+
+def test_the_bound_is_of_optimizer_updates_however_many_a_batch_is_good_for():
+    admission = Admission(3, 2, updates_per_batch=2)
+    assert admission.capacity == 4  # trained at once, and after one batch: 1 and 3 updates off
+    finish_all(admission, ["a", "b", "c", "d"])
+    assert admission.take_batch() == ("a", "b")
+    admission.trained({"a": 0, "b": 1}, 2)
+    assert admission.version == 2
+    assert admission.capacity == 0  # the engines still sample with version 0
+    admission.published(2)
+    assert admission.capacity == 2
+    assert admission.take_batch() == ("c", "d")
+    admission.trained({"c": 0, "d": 1}, 2)
+    assert admission.histogram == [GROUP_SIZE] * 4
+
+
+def test_a_bound_that_the_updates_on_a_fresh_batch_exceed_is_refused():
+    assert Admission(2, 1, updates_per_batch=3).capacity == 1
+    with pytest.raises(UsageError, match="3 updates on a batch is 2 off policy"):
+        Admission(1, 1, updates_per_batch=3)
 
 
 def test_a_batch_in_training_cannot_be_dropped():

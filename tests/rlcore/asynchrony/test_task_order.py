@@ -85,6 +85,33 @@ def test_over_any_kill_every_turn_is_trained_once(seed, size, kills):
             assert sorted(tasks) == list(range(size))
 
 
+@given(st.integers(0, 10**6), st.sampled_from([None, 5]), st.integers(0, 3))
+def test_over_any_kill_every_turn_is_trained_or_passed_over_once(seed, size, kills):
+    draw, order = random.Random(seed), TaskOrder(3, size)
+    done: dict[int, str] = {}
+    saved = json.dumps([order.state(), {}])
+    for _ in range(kills + 1):
+        for _ in range(draw.randrange(1, 40)):
+            turn = order.take()
+            assert str(turn.position) not in done
+            if draw.random() < 0.5:
+                order.passed_over(turn.position)
+                done[str(turn.position)] = "passed over"
+            elif draw.random() < 0.8:
+                order.finished(turn.position)
+                order.trained(turn.position)
+                done[str(turn.position)] = "trained"
+            if draw.random() < 0.2:
+                saved = json.dumps([order.state(), done])
+        state, done = json.loads(saved)
+        order = TaskOrder(3, size)
+        order.load_state(state)
+    state = order.state()
+    waiting = {*state["again"], *state["in_flight"]}
+    assert {int(p) for p in done} | waiting == set(range(state["cursor"]))
+    assert order.trained_count == len(done)
+
+
 @given(st.integers(0, 100), st.integers(1, 50))
 def test_every_epoch_has_every_task_once_in_the_order_of_its_seed(seed, size):
     order, same = TaskOrder(seed, size), TaskOrder(seed, size)
@@ -123,7 +150,7 @@ def test_the_state_stays_small():
     assert order.trained_count == 10_001
 
 
-@pytest.mark.parametrize("event", ["finished", "returned", "trained", "given_up"])
+@pytest.mark.parametrize("event", ["finished", "returned", "trained", "given_up", "passed_over"])
 def test_a_fate_that_cannot_be_is_refused(event):
     order = TaskOrder(0)
     turn = order.take()

@@ -68,6 +68,23 @@ class AnyEvents(RuleBasedStateMachine):
         self.settled += self.counts.pop(name)
         self.done.discard(name)
 
+    @rule(names=st.lists(NAMES, max_size=4), data=st.data())
+    def settle_together(self, names: list[str], data: st.DataObject) -> None:
+        left = sum(self.counts.get(name, 0) for name in names)
+        fates = dict.fromkeys(SAMPLED_FATES, 0)
+        for fate in SAMPLED_FATES[:-1]:
+            fates[fate] = data.draw(st.integers(0, left))
+            left -= fates[fate]
+        fates[SAMPLED_FATES[-1]] = left
+        if len(set(names)) < len(names) or not set(names) <= set(self.counts):
+            with pytest.raises(EventError):
+                self.ledger.settled_together(names, fates)
+            return
+        self.ledger.settled_together(names, fates)
+        for name in names:
+            self.settled += self.counts.pop(name)
+            self.done.discard(name)
+
     @rule(name=NAMES)
     def lose(self, name: str) -> None:
         if name in self.counts:

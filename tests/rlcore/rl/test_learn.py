@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import random
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from rlcore.algorithms.corrections import CORRECTIONS
+from rlcore.asynchrony.token_ledger import Fate
 from rlcore.policy.model import sampled_logprobs
 from rlcore.policy.packing import WeightedRollout, pack
 from rlcore.rl.export import export, export_adapter
@@ -70,7 +74,7 @@ def test_a_batch_moves_the_policy_to_what_was_rewarded(base, algorithm):
     before = [(probability(learner, g, GOOD), probability(learner, g, BAD)) for g in batch]
     for _ in range(3):
         report = learner.train(batch, 0)
-        assert report.trained
+        assert report.taken == 1
     for group, (good, bad) in zip(batch, before, strict=True):
         assert probability(learner, group, GOOD) > good
         assert probability(learner, group, BAD) < bad
@@ -80,7 +84,7 @@ def test_the_report_counts_sampled_tokens_and_shared_prompts_once(base):
     report = a_learner(base, optimiser={"micro_batch_tokens": 64, "device": "cpu"}).train(
         a_batch(groups=3), 0
     )
-    assert report.tokens == 3 * 2 * 2
+    assert report.tokens == [3 * 2 * 2]
     assert report.computed == 3 * (4 + 2 * 2)
     figures = report.metrics()
     assert {"loss", "grad_norm", "mismatch_kl", "policy_entropy"} <= figures.keys()
@@ -113,7 +117,8 @@ def test_several_updates_on_a_batch_are_off_policy_from_the_second_on(base):
     learner = a_learner(base, optimiser=options)
     report = learner.train(a_batch(groups=4), 0)
     assert [update.update for update in report.updates] == [1, 2]
-    assert report.tokens == 4 * 2 * 2
+    assert report.tokens == [2 * 2 * 2] * 2
+    assert report.before == [0, 1, 0, 1]
     first, second = (update.metrics["ratio"] for update in report.updates)
     assert first == pytest.approx(1.0, abs=1e-6)
     assert abs(second - 1.0) > 1e-6, "the policy has moved since its old log-probabilities"
@@ -121,7 +126,9 @@ def test_several_updates_on_a_batch_are_off_policy_from_the_second_on(base):
 
 def test_more_updates_than_groups_are_as_many_as_groups(base):
     options = {"lr": 3e-3, "device": "cpu", "updates_per_batch": 4}
-    assert len(a_learner(base, optimiser=options).train(a_batch(groups=2), 0).updates) == 2
+    learner = a_learner(base, optimiser=options, max_off_policy_steps=3)
+    report = learner.train(a_batch(groups=2), 0)
+    assert (len(report.updates), report.before) == (2, [0, 1])
 
 
 def test_the_update_does_not_depend_on_the_micro_batches(base):
@@ -146,8 +153,83 @@ def test_a_batch_in_which_nothing_was_sampled_is_no_update(base):
     learner = a_learner(base)
     empty = [[a_rollout(f"0.{i}", sampled=[], reward=float(i)) for i in range(2)]]
     report = learner.train(empty, 0)
-    assert not report.trained
+    assert not report.taken
     assert report.metrics() == {}
+
+
+@pytest.mark.parametrize("correction", sorted(CORRECTIONS))
+@pytest.mark.parametrize("algorithm", ["grpo", "reinforce++", "rloo"])
+def test_every_sampled_token_has_one_fate(base, correction, algorithm):
+    """Some groups have equal rewards, and some tokens are far from what the trainer would sample."""
+    draw = random.Random(3)
+    learner = a_learner(base, algorithm=algorithm, recipe={"correction": correction})
+    for version in range(3):
+        groups = [
+            [
+                a_rollout(
+                    f"{g}.{i}",
+                    sampled=[draw.randrange(VOCABULARY) for _ in range(draw.randrange(4))],
+                    logprob=-draw.choice([0.1, 3.0, 30.0]),
+                    reward=float(g and i),
+                )
+                for i in range(2)
+            ]
+            for g in range(3)
+        ]
+        fates = learner.train(groups, version).fates()
+        assert sum(fates.values()) == sum(r.sampled for group in groups for r in group)
+        assert fates == expected_fates(learner, groups, fates)
+
+
+def expected_fates(learner: PolicyLearner, groups: list, found: dict[Fate, int]) -> dict[Fate, int]:
+    """What can be told from outside: groups that teach nothing, and corrections that mask nothing."""
+    expected = dict(found)
+    if learner.recipe.advantage != "batch_norm":
+        expected[Fate.ZERO_ADVANTAGE] = sum(r.sampled for r in groups[0])
+    if learner.recipe.correction in ("none", "token_tis", "sequence_tis"):
+        expected[Fate.MASKED] = 0
+    return expected
+
+
+@pytest.mark.parametrize(
+    ("correction", "masked"),
+    [("icepop", 6), ("sequence_mask", 6), ("geometric_mask", 6), ("none", 0)],
+)
+def test_what_a_correction_masks_is_not_counted_as_trained(base, correction, masked):
+    """All tokens were sampled with a probability that the trainer gives to none of them."""
+    learner = a_learner(base, recipe={"correction": correction})
+    groups = [
+        [
+            a_rollout(f"{g}.{i}", sampled=[5, 6, 7], logprob=-(3.8, 40.0)[i], reward=float(i))
+            for i in range(2)
+        ]
+        for g in range(2)
+    ]
+    fates = learner.train(groups, 0).fates()
+    assert sum(fates.values()) == 12
+    assert fates[Fate.MASKED] >= masked
+    assert (fates[Fate.MASKED] == 0) == (correction == "none")
+
+
+def test_tokens_of_an_update_that_was_not_taken_are_counted_as_such(base):
+    options = {"lr": 3e-3, "micro_batch_tokens": 16, "device": "cpu", "updates_per_batch": 2}
+    learner = a_learner(base, optimiser=options, max_off_policy_steps=1)
+    batch = a_batch(groups=4)
+    advantages = learner._weighted
+
+    def with_nan(groups):
+        weighted = advantages(groups)
+        weighted[0] = [dataclasses.replace(w, advantage=math.nan) for w in weighted[0]]
+        return weighted
+
+    learner._weighted = with_nan
+    report = learner.train(batch, 0)
+    assert [update.skipped for update in report.updates] == ["loss", None]
+    assert report.before == [None, 0, None, 0]
+    assert report.taken == 1
+    assert report.fates() == {
+        Fate.SKIPPED: 8, Fate.TRAINED: 8, Fate.ZERO_ADVANTAGE: 0, Fate.MASKED: 0,
+    }  # fmt: skip
 
 
 def test_a_kl_to_the_reference_holds_the_policy_back(base):
@@ -204,7 +286,7 @@ def test_an_adapter_learns_what_is_rewarded_and_the_base_stays_as_it_was(base):
     before = probability(learner, batch[0], GOOD)
     for update in range(8):
         report = learner.train(batch, update)
-        assert report.trained
+        assert report.taken == 1
     assert probability(learner, batch[0], GOOD) > before + 0.01
     after = parameters(learner)
     assert all(torch.equal(after[name], p) for name, p in frozen.items())

@@ -27,8 +27,8 @@ def a_rollout(name: str, versions: list[int]) -> Rollout:
 
 def test_staleness_is_that_of_the_oldest_token():
     rollouts = [a_rollout("a", [3, 4]), a_rollout("b", [5]), a_rollout("c", [])]
-    assert staleness(rollouts, 5) == {"staleness": 1.0, "staleness_max": 2.0}
-    assert staleness([a_rollout("c", [])], 5) == {}
+    assert staleness([(rollouts, 5)]) == {"staleness": 1.0, "staleness_max": 2.0}
+    assert staleness([([a_rollout("c", [])], 5)]) == {}
 
 
 def test_few_samples_are_shown_and_from_all_over_the_batch():

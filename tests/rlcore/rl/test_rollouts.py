@@ -100,7 +100,7 @@ class World:
                     self.staleness.append(books.admission.version - rollout.oldest_version)
                     books.ledger.settled(rollout.rollout_id, {Fate.TRAINED: rollout.sampled})
                 books.order.trained(int(name))
-            books.admission.trained(groups)
+            books.admission.trained(dict.fromkeys(groups, 0), 1)
             await asyncio.sleep(draw.uniform(0, 0.02))
             books.admission.published(books.admission.version)
             floor.wake()

@@ -100,7 +100,7 @@ class Bookkeeping:
             for rollout in self.waiting.pop(name):
                 self.books.ledger.settled(rollout.rollout_id, {Fate.TRAINED: rollout.sampled})
             self.done[int(name)] += 1
-        self.books.admission.trained(batch)
+        self.books.admission.trained(dict.fromkeys(batch, 0), 1)
         for name in batch:
             self.books.order.trained(int(name))
         self.books.admission.published(self.books.admission.version)

@@ -86,6 +86,7 @@ def test_unknown_parts_and_bad_values_of_a_recipe_are_named(tmp_path):
         (["--environment.workers", "0"], "--environment.workers"),
         (["--evaluate-samples", "4"], "evaluate-temperature"),
         (["--concurrency", "4"], "concurrency"),
+        (["--optimiser.updates-per-batch", "3"], "max-off-policy-steps"),
         (["--engine.max-model-len", "100"], "max-model-len"),
         (["--sampling.temperature", "0.5", "--sampling.adapt-temperature"], "--sampling"),
         (["--engine.where", "process", "--engine.url", "http://127.0.0.1:1"], "where"),
