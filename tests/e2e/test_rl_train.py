@@ -1,4 +1,4 @@
-"""A run of policy RL over two kills: of the server that samples, and of the run itself."""
+"""A run of policy RL over two kills: of the engine that samples, and of the run itself."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ lr = 1e-4
 threads = 1
 [engine]
 dtype = "float32"
-learn_drafts = false
 speculation = "fixed"
 max_model_len = 128
 """
@@ -88,10 +87,10 @@ class Command:
         self._look()
         return value
 
-    def server(self) -> psutil.Process:
-        (found,) = [
-            p for p in psutil.Process(self._process.pid).children() if "serve" in p.cmdline()
-        ]
+    def child(self, word: str) -> psutil.Process:
+        """The one that has this in its command line."""
+        children = psutil.Process(self._process.pid).children()
+        (found,) = [p for p in children if any(word in part for part in p.cmdline())]
         return found
 
     def kill(self) -> list[psutil.Process]:
@@ -124,8 +123,15 @@ class Command:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-40:])
 
 
+SERVER = "learn_drafts = false\n"
+PROCESS = 'where = "process"\n'
+ENGINE = {SERVER: "serve", PROCESS: "EngineCore"}
+"""Where the engine is -> the process to kill."""
+
+
 @dataclass
 class Story:
+    where: str
     out: Path
     base: Path
     swaps: list[dict[str, Any]] = field(default_factory=list)
@@ -157,23 +163,26 @@ def policy_of(server: psutil.Process) -> dict[str, Any]:
     return answer
 
 
-@pytest.fixture(scope="module")
-def story(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+@pytest.fixture(scope="module", params=[SERVER, PROCESS], ids=["server", "process"])
+def story(
+    request: pytest.FixtureRequest, embedded_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Story]:
     folder = tmp_path_factory.mktemp("rl-train")
-    story = Story(folder / "out", folder / "base")
+    where: str = request.param
+    story = Story(where, folder / "out", folder / "base")
     tokenizer = AutoTokenizer.from_pretrained(embedded_model)
     tiny.make_target(story.base, len(tokenizer))
     tokenizer.save_pretrained(story.base)
     settings, log = folder / "run.toml", folder / "rl-train.log"
-    settings.write_text(f'model = "{story.base}"\nout = "{story.out}"\n{SETTINGS}')
+    settings.write_text(f'model = "{story.base}"\nout = "{story.out}"\n{SETTINGS}{where}')
     first = Command(settings, log)
     try:
         first.until(lambda: updates(story.out) >= 2)
-        server = first.server()
-        server.send_signal(signal.SIGKILL)
+        first.child(ENGINE[where]).send_signal(signal.SIGKILL)
         story.live_before = updates(story.out)
         first.until(lambda: updates(story.out) >= story.live_before + 2)
-        story.swaps = policy_of(first.server())["swaps"]
+        if where == SERVER:
+            story.swaps = policy_of(first.child("serve"))["swaps"]
         story.left_over = first.kill()
     finally:
         first.close()
@@ -197,6 +206,8 @@ def test_the_run_completes_with_a_policy_that_has_moved(story: Story) -> None:
 
 
 def test_a_killed_server_comes_back_with_the_version_that_was_live(story: Story) -> None:
+    if story.where == PROCESS:
+        pytest.skip("there is no server to ask")
     first = story.swaps[0]["version"]
     # the update before may have been on its way still, or the next one taken already
     assert story.live_before - 1 <= first <= story.live_before + 1
@@ -217,6 +228,16 @@ def test_every_update_is_there_once_with_its_figures(story: Story) -> None:
     assert on_policy, "some tokens must have been on policy"
     assert max(on_policy) < 1e-6
     assert any(line.get("acceptance_length", 0) >= 1 for line in metrics), "drafts are verified"
+    assert max(line["engine_restarts"] for line in metrics) == 1
+
+
+def test_every_token_has_a_fate(story: Story) -> None:
+    found = load_checkpoint(story.out / "checkpoint")
+    assert found is not None
+    ledger = found[1]["books"]["ledger"]
+    waiting = sum(ledger["waiting"].values()) + sum(ledger["in_flight"].values())
+    assert ledger["processed"] == sum(ledger["fates"].values()) + waiting
+    assert ledger["fates"]["trained"] > 0
 
 
 def test_no_group_is_skipped_or_trained_twice_over_the_kills(story: Story) -> None:
