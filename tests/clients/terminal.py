@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -44,7 +45,7 @@ class Terminal:
             stderr=self.slave,
             env=self.env,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C reaches it
+            preexec_fn=_take_terminal,
         )
         return self
 
@@ -98,3 +99,9 @@ class Terminal:
 
     def _ready(self, seconds: float) -> bool:
         return bool(select.select([self.master], [], [], seconds)[0])
+
+
+def _take_terminal() -> None:
+    """Ctrl-C reaches the process, also where the tests run in the background and ignore it."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
