@@ -16,14 +16,24 @@ import pytest
 from rlcore.algorithms.recipes import Recipe, recipe_named
 from rlcore.asynchrony.admission import Admission
 from rlcore.asynchrony.role_windows import RoleMeter
+from rlcore.asynchrony.task_chances import TaskChances
 from rlcore.asynchrony.task_order import TaskOrder
 from rlcore.asynchrony.token_ledger import Fate, TokenLedger
+from rlcore.environments.base import Task
 from rlcore.environments.host import EnvironmentHost
 from rlcore.generator.base import Completion, GeneratorError
 from rlcore.records import Sampling
 from rlcore.rl.episode import Limits
-from rlcore.rl.rollouts import EPISODE_ATTEMPTS, Books, Roles, RolloutFloor
+from rlcore.rl.rollouts import (
+    EPISODE_ATTEMPTS,
+    Books,
+    Roles,
+    RolloutFloor,
+    evidence,
+    question_of,
+)
 from rlcore.rollout import Rollout
+from tests.rlcore.rl.made import a_rollout
 from tests.rlcore.rl.scripted import letters_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -111,7 +121,8 @@ class World:
         waiting = {*state["again"], *state["in_flight"], *state["finished"]}
         done = state["cursor"] - len(waiting)
         dropped = self.floor.tally.equal if self.floor._recipe.dynamic_sampling else 0
-        assert done == len(self.trained) + dropped + self.floor.tally.given_up
+        tally = self.floor.tally
+        assert done == len(self.trained) + dropped + tally.given_up + tally.passed_over
         assert not waiting & {int(name) for name in self.trained}
         assert {int(name) for name in self.floor.finished} == set(state["finished"])
         totals = self.books.ledger.totals()
@@ -136,13 +147,21 @@ def with_floor(
     limits: Limits = LIMITS,
     workers: int = 1,
     hold: int = 0,
+    weighs: bool = False,
+    tasks: int = 1000,
 ) -> World:
     """``body`` beside a running floor, which is then ended."""
 
     async def run() -> World:
-        async with asyncio.timeout(DEADLINE), EnvironmentHost(ECHO, {}, workers, 30.0) as host:
+        async with (
+            asyncio.timeout(DEADLINE),
+            EnvironmentHost(ECHO, {"tasks": tasks}, workers, 30.0) as host,
+        ):
             books = Books(
-                Admission(steps, groups), TaskOrder(seed, host.size("train")), TokenLedger()
+                Admission(steps, groups),
+                TaskOrder(seed, host.size("train")),
+                TokenLedger(),
+                TaskChances(seed, GROUP_SIZE) if weighs else None,
             )
             sampler = Sampler(script, books, random.Random(seed), hold)
             now = time.monotonic()
@@ -341,3 +360,42 @@ def test_rollouts_started_later_are_sampled_anew_and_those_near_completion_go_fi
     assert temperatures[0] == 1.0
     assert temperatures[-1] == 0.5
     assert len(set(world.sampler.priorities)) > 2
+
+
+def test_tasks_whose_groups_agree_are_passed_over_more_and_every_turn_has_one_fate():
+    def script(conversation: str) -> str:
+        number = int(conversation.partition("task ")[2].split("<")[0])
+        return "stop right" if number % 4 else draw.choice(["stop right", "stop wrong"])
+
+    draw = random.Random(8)
+    world = with_floor(script, lambda world: world.train(30, draw), weighs=True, tasks=8, seed=2)
+    assert world.books.chances is not None
+    assert world.floor.tally.passed_over > 0
+    assert len(world.books.chances.state()["tasks"]) == 8
+    plain = with_floor(script, lambda world: world.train(30, draw), tasks=8, seed=2)
+    assert world.floor.tally.groups < 0.8 * plain.floor.tally.groups
+    for one in (world, plain):
+        one.check_books()
+
+
+def test_what_is_known_of_a_task_is_what_its_groups_had_to_teach():
+    def group(*rollouts: tuple[float, bool]) -> list[Rollout]:
+        return [a_rollout(f"0.{i}", reward=r, correct=c) for i, (r, c) in enumerate(rollouts)]
+
+    assert evidence(group((1.0, True), (1.0, True))) == (2, 0)
+    assert evidence(group((0.0, False), (0.0, False))) == (0, 2)
+    assert evidence(group((1.0, True), (0.0, False), (0.0, False))) == (1, 2)
+    # rewards of parts: all are wrong, and yet there is something to learn
+    assert evidence(group((0.1, False), (0.4, False), (0.2, False))) == (1, 2)
+    assert evidence(group((0.7, True), (0.9, True), (1.0, True))) == (2, 1)
+
+
+def test_tasks_that_ask_the_same_are_known_as_the_same():
+    def task(index: int, **data: Any) -> Task:
+        return Task(id=f"e/train/{index}", environment="e", split="train", index=index, data=data)
+
+    assert question_of(task(0, question="1 + 1?", seed=3)) == question_of(
+        task(5, question="1 + 1?", seed=9)
+    )
+    assert question_of(task(0, question="1 + 1?")) != question_of(task(0, question="1 + 2?"))
+    assert question_of(task(0, seed=1)) != question_of(task(1, seed=1))
