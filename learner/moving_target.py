@@ -2,6 +2,11 @@
 
 Of a version the learner needs the embedding, the head and the final norm; they come over the control
 link, so that a learner on another machine can follow too.
+
+With each version the replay starts anew. Traces of the one before hold its hidden states and the normaliser
+of its logits: a drafter trained on them would move towards what that version said, and the hidden states it
+is given in serving are no longer those. Version by version the difference is small, but a replay holds many
+versions. The price: where a version is live for too short to fill a batch, nothing is learned from it.
 """
 
 from __future__ import annotations

@@ -24,6 +24,15 @@ IDLE_CONNECTION = 2.0
 request could be sent into one that is just being closed."""
 
 
+UNCHANGED = {
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""A model's own defaults may be others, and the trainer would not know of them."""
+
+
 class ServerGenerator:
     def __init__(self, url: str, model: str, deadline_s: float, api_key: str | None = None) -> None:
         """``url``: of the server, without ``/v1``. ``model``: its name there.
@@ -57,6 +66,7 @@ class ServerGenerator:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
+            **UNCHANGED,
             "logprobs": 0,
             "return_token_ids": True,
             "priority": priority,

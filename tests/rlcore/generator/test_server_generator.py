@@ -118,6 +118,7 @@ def test_tokens_go_in_and_come_out_with_their_versions():
     sent = json.loads(body)
     assert path == "/v1/completions"
     assert (sent["prompt"], sent["max_tokens"], sent["temperature"]) == ([1, 2], 9, 0.7)
+    assert (sent["repetition_penalty"], sent["min_p"]) == (1.0, 0.0), "not the model's defaults"
     assert (sent["top_k"], sent["priority"], sent["model"]) == (-1, -4, "policy")
     assert headers["authorization"] == "Bearer secret"
     assert headers["x-paceline-learn"] == "1"
