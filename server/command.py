@@ -65,12 +65,12 @@ def _serve(settings: ServeSettings, home: Home) -> int:
         trace_secret_file=_name(settings.curve_secret_file),
         trace_server_key_file=_name(settings.curve_server_key_file),
     )
-    from server.app import draft_folder, serve
     from server.learner_process import LearnerProcess
+    from server.serving import serve
 
     given = settings.target
     name = settings.served_model_name or (given if _is_hub_id(given, target) else target.name)
-    args = engine_arguments(settings, target, name, draft_folder(drafts), options)
+    args = engine_arguments(settings, target, name, drafts.store.folder(drafts.live), options)
     policy = Policy(target, TARGET_VERSION, adapters=settings.policy_lora_rank > 0)
     learner = None
     if settings.learner == "local" and learner_base is not None:

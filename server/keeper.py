@@ -100,7 +100,7 @@ class EngineKeeper:
             self._starting = _in_thread(lambda: self._start_engine(arguments))
             async with asyncio.timeout(START_DEADLINE):
                 self.llm = await asyncio.shield(self._starting)
-                await self._install(self.llm)
+                await self._put_to_use(self.llm)
         except PacelineError:
             raise
         except TimeoutError:
@@ -113,6 +113,18 @@ class EngineKeeper:
             ) from None
         self._front.change("ready")
         log.info("the engine is up", seconds=round(time.monotonic() - began, 1))
+
+    async def _put_to_use(self, llm: PacelineLLM) -> None:
+        """Raises ServeError when it dies meanwhile: what is asked of it then is never answered."""
+        installed = asyncio.ensure_future(self._install(llm))
+        try:
+            while not installed.done():
+                await asyncio.wait({installed}, timeout=WATCH_INTERVAL)
+                if llm.errored:
+                    raise ServeError("the engine died before it was ready; its own words are above")
+            installed.result()
+        finally:
+            installed.cancel()
 
     async def _until_dead(self) -> None:
         assert self.llm is not None

@@ -8,10 +8,20 @@ import signal
 from collections.abc import Iterator
 
 from rlcore.log import get_logger
+from server.front import Front
+from server.keeper import EngineKeeper, kill_engine_processes
+from server.learner_process import LearnerProcess
+from server.listener import Listener
 
 log = get_logger("server")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+DRAIN_LOOK = 0.1
+"""Seconds between two looks at what still runs."""
+
+LAST_WORDS = 2.0
+"""Seconds for requests that are ended to say so."""
 
 
 class Stop:
@@ -43,3 +53,33 @@ class Stop:
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
                 signal.signal(number, before[number])
+
+
+async def drain(front: Front, keeper: EngineKeeper, stop: Stop, seconds: float) -> None:
+    """Take no new requests, and let the running ones end, for so long; then end them."""
+    front.change("draining")
+    log.info("draining", requests=front.running, seconds=seconds)
+    await _until_idle(front, stop, seconds)
+    if front.running:
+        log.warning("requests are ended unfinished", requests=front.running)
+        if keeper.llm is not None:
+            keeper.llm.end_requests("The server is shutting down; send the request anew.")
+        # They answer for themselves, streams with an event.
+        await _until_idle(front, stop, LAST_WORDS)
+    front.end_requests()
+
+
+async def _until_idle(front: Front, stop: Stop, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while front.running and not stop.hurried.is_set():
+                await asyncio.sleep(DRAIN_LOOK)
+
+
+async def at_once(stop: Stop, listener: Listener, learner: LearnerProcess | None) -> None:
+    """Wait for a second signal, and then kill whatever is waited for."""
+    await stop.hurried.wait()
+    listener.force_exit = True
+    kill_engine_processes()
+    if learner is not None:
+        learner.kill()

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,7 @@ def learner_killed(server: ServerProcess, load: Load, times: int) -> Figures:
             learner = server.learner()
         with suppress(psutil.NoSuchProcess):
             learner.kill()
-        gone = learner.pid
-        back.append(until(lambda gone=gone: _other(server, gone), "a new learner", 120))
+        back.append(until(partial(_other, server, learner.pid), "a new learner", 120))
     until(lambda: server.status()["learner"]["alive"], "the learner to report", 240)
     report = server.status()["learner"]
     return {

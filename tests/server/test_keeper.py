@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from argparse import Namespace
 from dataclasses import dataclass, field
 
 import pytest
 
 from server import deaths
+from server import keeper as keeper_module
 from server.front import Front
 from server.keeper import EngineKeeper, ServeError
 from server.overload import Places
@@ -108,6 +110,49 @@ def test_a_restart_that_fails_is_tried_again():
         assert world.keeper.restarts == 3
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_dies_while_it_is_put_to_use_is_replaced():
+    """What it was asked then is never answered, and nobody waits for that."""
+
+    async def run() -> None:
+        world = World()
+
+        async def install(engine: Engine) -> None:
+            if engine.number == 2:
+                engine.errored = True
+                await asyncio.Event().wait()
+
+        world.keeper._install = install
+        task = asyncio.ensure_future(world.keeper.run())
+        (await world.until_ready()).errored = True
+        assert (await world.until_ready()).number == 3
+        assert world.started[1].shut_down
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_is_starting_is_ended_with_the_server(monkeypatch: pytest.MonkeyPatch):
+    killed = threading.Event()
+    monkeypatch.setattr(keeper_module, "kill_engine_processes", killed.set)
+
+    async def run() -> None:
+        world = World()
+
+        def start(_: Namespace) -> Engine:
+            assert killed.wait(5)
+            raise RuntimeError("its process was killed")
+
+        world.keeper._start_engine = start
+        task = asyncio.ensure_future(world.keeper.run())
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.wait_for(world.keeper.stop(), 5)
 
     asyncio.run(run())
 
