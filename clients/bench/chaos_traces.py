@@ -110,9 +110,9 @@ def mute(folder: Path) -> Iterator[str]:
     """The address of a learner that is there, and nothing else."""
     base = f"ipc://{folder}/mute"
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    traces, control = context.socket(zmq.PULL), context.socket(zmq.ROUTER)
     try:
-        for kind, name in ((zmq.PULL, "traces"), (zmq.ROUTER, "control")):
-            socket = context.socket(kind)
+        for socket, name in ((traces, "traces"), (control, "control")):
             socket.setsockopt(zmq.RCVHWM, 4)
             socket.bind(f"{base}.{name}")
         yield base
