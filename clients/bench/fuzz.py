@@ -15,7 +15,7 @@ The JSON holds, beside the machine and the options:
   failures          each kind with its count and up to three cases in full
   slowest           the ten slowest cases
   memory            of the server's process tree, before and after, in bytes
-  restarts          how often the server had to be started anew because it had ended
+  restarts          routes whose requests ended the engine; the server was started anew
   capped            how often which field was lowered
 """
 
@@ -34,10 +34,10 @@ import httpx
 from clients.bench import common
 from clients.bench.fuzz_cases import Tally
 from clients.bench.fuzz_drive import Driver, Target, operations_of
-from clients.bench.memory import tree_memory
+from clients.bench.processes import engine_of, tree_memory
 from clients.process import ServerProcess
 
-FATAL = ("ours", "hang", "dropped", "key")
+FATAL = ("ours", "hang", "dropped", "key", "unavailable")
 """Problems that fail the run; upstream's are only listed."""
 
 OPEN = ("/health", "/ready", "/dashboard")
@@ -111,6 +111,7 @@ def fuzz(args: argparse.Namespace) -> dict[str, Any]:
         server = None if args.url else stack.enter_context(own_server(args, key))
         target = target_of(args, server, key)
         memory = [tree_memory(server.pid)] if server else []
+        engine = engine_of(server) if server else set()
         driver = Driver(target, args, tally, OPEN)
         names = operations_of(target.api, args.only, args.without)
         unreached = []
@@ -121,11 +122,12 @@ def fuzz(args: argparse.Namespace) -> dict[str, Any]:
                 continue
             driver.run(name, left / (len(names) - i))
             common.console.print(f"{name}: {dict(tally.statuses.get(name, ()))}")
-            if server is not None and not healthy(server):
+            if server is not None and engine_of(server) != engine:
                 restarts.append(name)
-                common.console.print(f"the server has ended; its log:\n{server.tail()}")
+                common.console.print(f"the engine has ended; the log:\n{server.tail()}")
                 server.stop()
                 server.start()
+                engine = engine_of(server)
         if server is not None:
             memory.append(tree_memory(server.pid))
     return {
@@ -144,15 +146,6 @@ def fuzz(args: argparse.Namespace) -> dict[str, Any]:
         "capped": dict(tally.capped),
         "not_sent": driver.not_sent,
     }
-
-
-def healthy(server: ServerProcess) -> bool:
-    if not server.alive:
-        return False
-    try:
-        return server.get("/health").status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def main(argv: list[str] | None = None) -> int:

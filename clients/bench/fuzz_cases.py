@@ -13,6 +13,9 @@ OURS_PATH = "/v1/paceline/"
 PACKAGES = ("server", "rlcore", "learner")
 """Of this project: a frame in one of them is ours."""
 
+AWAY = ("starting", "restarting", "draining", "failed")
+"""Codes of the front's answers while there is no engine."""
+
 RIGHT, NONE, WRONG = "right", "none", "wrong"
 """The key that a request carried."""
 
@@ -65,7 +68,8 @@ class Case(msgspec.Struct, kw_only=True):
     tracebacks: list[list[Frame]] = []
     """That the server logged meanwhile; with more than one worker, another request's may be among them."""
     problem: str | None = None
-    """``ours``, ``upstream``, ``hang``, ``dropped`` or ``key``; None when all is well."""
+    """``ours``, ``upstream``, ``unavailable`` (the engine is away), ``hang``, ``dropped`` or ``key`` (served
+    without one); None when all is well."""
 
 
 def tracebacks(log: str) -> list[list[Frame]]:
@@ -103,7 +107,10 @@ def judge(case: Case, deadline_s: float, open_paths: Iterable[str] = ()) -> str 
         return "key"
     if case.status < 500:
         return None
-    if OURS_PATH in case.route or spoken_by_us(case.response):
+    code = code_of(case.response)
+    if code in AWAY:
+        return "unavailable"
+    if OURS_PATH in case.route or isinstance(code, str):
         return "ours"
     blamed = [culprit(frames) for frames in case.tracebacks]
     return "ours" if any(frame is not None and frame.ours for frame in blamed) else "upstream"
@@ -113,12 +120,13 @@ def opened(route: str, open_paths: Iterable[str]) -> bool:
     return any(route.endswith(f" {path}") for path in open_paths)
 
 
-def spoken_by_us(response: str) -> bool:
+def code_of(response: str) -> object:
+    """Of an error as OpenAI's clients read it; None for anything else."""
     try:
         error = msgspec.json.decode(response).get("error")
     except (msgspec.DecodeError, AttributeError):
-        return False
-    return isinstance(error, dict) and isinstance(error.get("code"), str)
+        return None
+    return error.get("code") if isinstance(error, dict) else None
 
 
 def signature(case: Case) -> tuple[str, str, int | None, str]:

@@ -27,12 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
 from clients.bench import common
-from clients.bench.memory import tree_memory
 from clients.bench.overload_figures import Reading, figures
 from clients.bench.overload_load import events_in, start_locust, wait_for_first
+from clients.bench.processes import engine_of, tree_memory
 from clients.load import LoadOptions, make_client, run_load, send, served_model
 from clients.process import ServerProcess
 from clients.summary import served
@@ -154,18 +153,6 @@ async def recover(
                 return time.monotonic() - begun
             await asyncio.sleep(1.0)
     return None
-
-
-def engine_of(server: ServerProcess) -> set[int]:
-    """Process ids of the server and its engine."""
-    found = {server.pid}
-    for process in server.children():
-        try:
-            if "EngineCore" in " ".join(process.cmdline()):
-                found.add(process.pid)
-        except psutil.NoSuchProcess:
-            continue
-    return found
 
 
 async def measure(args: argparse.Namespace, server: ServerProcess, folder: Path) -> dict[str, Any]:

@@ -49,7 +49,8 @@ def test_a_5xx_that_our_wrapping_passes_on_is_not_ours() -> None:
     ("changes", "problem"),
     [
         ({"route": "GET /v1/paceline/status"}, "ours"),
-        ({"response": '{"error": {"code": "restarting"}}', "status": 503}, "ours"),
+        ({"response": '{"error": {"code": "restarting"}}', "status": 503}, "unavailable"),
+        ({"response": '{"error": {"code": "engine_gone"}}'}, "ours"),
         ({"response": '{"error": {"code": 500}}'}, "upstream"),
         ({"status": 404}, None),
         ({"status": 200, "seconds": 11.0}, "hang"),
