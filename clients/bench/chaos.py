@@ -1,6 +1,6 @@
 """Break a server's parts on purpose, under load, one after the other, and count what that costs.
 
-Each fault has a server and four clients, who send completions all the time, every other one a stream. Of
+One server has to survive all of it. Four clients send completions all the time, every other one a stream. Of
 every request it is known what became of it: served; cut, when the engine died under it and it was told so;
 turned away, when there was no engine and it was told when to come back; or lost, which no request may be.
 Meanwhile /health, /ready and every total of ours on /metrics are watched.
@@ -13,7 +13,7 @@ Meanwhile /health, /ready and every total of ours on /metrics are watched.
   live        the live version's file cut, and then the engine killed
   disk        not a byte left for the drafts and the learner's state (needs leave to mount)
   clock       the time of day goes back by an hour, for all processes
-  silent      a learner that takes the connection and never says or publishes anything
+  silent      a learner that takes the connection and never says or publishes anything (another server)
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from clients.bench import chaos_faults, chaos_traces, common
 from clients.bench.chaos_load import Load
 from clients.bench.chaos_watch import Watch
-from clients.process import ServerFailed, ServerProcess
+from clients.process import ServerProcess
 
 FLAGS = [
     "--max-model-len", "512", "--learning.checkpoint-interval-s", "2",
@@ -40,6 +42,8 @@ FLAGS = [
 
 MEGABYTES = 192
 """Of each small disk: room for the first draft and a checkpoint, and little more."""
+
+SILENT = "silent"
 
 Fault = Callable[[ServerProcess, Load], dict[str, Any]]
 
@@ -66,8 +70,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def faults(args: argparse.Namespace, clock: Path) -> dict[str, Fault]:
     return {
-        "engine": lambda s, load: chaos_faults.engine_killed(s, load, args.engine_kills),
-        "learner": lambda s, load: chaos_faults.learner_killed(s, load, args.learner_kills),
         "flood": lambda s, load: chaos_traces.garbage_flood(
             s, load, args.flood_s, args.flood_mb * 1e6
         ),
@@ -76,7 +78,9 @@ def faults(args: argparse.Namespace, clock: Path) -> dict[str, Fault]:
         "live": chaos_faults.live_weights_damaged,
         "disk": chaos_faults.disk_full,
         "clock": lambda s, load: chaos_faults.clock_set_back(s, load, clock, 3600.0),
-        "silent": lambda s, load: chaos_traces.silent_learner(s, load, args.silent_s),
+        "engine": lambda s, load: chaos_faults.engine_killed(s, load, args.engine_kills),
+        "learner": lambda s, load: chaos_faults.learner_killed(s, load, args.learner_kills),
+        SILENT: lambda s, load: chaos_traces.silent_learner(s, load, args.silent_s),
     }
 
 
@@ -89,50 +93,63 @@ def main(argv: list[str] | None = None) -> int:
     if unknown := set(chosen) - set(known):
         raise common.BenchError(f"there is no fault {sorted(unknown)[0]!r}")
     found: dict[str, Any] = {}
-    for name in chosen:
-        environment = shifted if name == "clock" else {}
-        try:
-            found[name] = tried(name, known[name], args, folder / name, environment)
-        except (ServerFailed, OSError, TimeoutError) as error:
-            found[name] = {"failed": str(error)}
-        common.console.print(name, found[name])
+    with ExitStack() as stack:
+        shared = [name for name in chosen if name != SILENT]
+        if shared:
+            home = home_folder(args, folder / "all")
+            try:
+                stack.enter_context(chaos_faults.small_disks(home, MEGABYTES))
+            except OSError as error:
+                common.console.print(f"no fault of the disk: {error}")
+                shared = [name for name in shared if name != "disk"]
+            server = stack.enter_context(served(args, home, FLAGS, shifted))
+            for name in shared:
+                found[name] = tried(name, known[name], server, args.clients)
+    if SILENT in chosen:
+        with chaos_traces.mute(folder) as base:
+            home = home_folder(args, folder / "silent")
+            with served(args, home, [*FLAGS, "--learner", base], {}) as server:
+                found[SILENT] = tried(SILENT, known[SILENT], server, args.clients)
     common.write_json(args.json, {"machine": common.machine_facts(), "faults": found})
     shutil.rmtree(folder, ignore_errors=True)
     return 0 if all(passed(one) for one in found.values()) else 1
 
 
-def tried(
-    name: str, fault: Fault, args: argparse.Namespace, folder: Path, environment: dict[str, str]
-) -> dict[str, Any]:
-    """One fault on a server of its own; raises ServerFailed, TimeoutError or OSError."""
+def home_folder(args: argparse.Namespace, folder: Path) -> Path:
+    """A home of its own, with the models of --home."""
     home = folder / "home"
     home.mkdir(parents=True)
-    flags = list(FLAGS)
-    with ExitStack() as stack:
-        if name == "disk":
-            stack.enter_context(chaos_faults.small_disks(home, MEGABYTES))
-        if args.home is not None:
-            for part in ("models", "models.lock"):
-                (home / part).symlink_to((args.home / part).absolute())
-        if name == "silent":
-            flags += ["--learner", stack.enter_context(chaos_traces.mute(folder))]
-        server = ServerProcess(
-            home, flags, env=environment, start_deadline_s=args.start_deadline, log=folder / "log"
-        )
-        stack.enter_context(server)
-        watch = stack.enter_context(Watch(server))
-        begun = time.monotonic()
-        with Load(server, args.clients) as load:
-            load.wait_for_served(args.clients, 240)
+    if args.home is not None:
+        for part in ("models", "models.lock"):
+            (home / part).symlink_to((args.home / part).absolute())
+    return home
+
+
+def served(
+    args: argparse.Namespace, home: Path, flags: list[str], environment: dict[str, str]
+) -> ServerProcess:
+    return ServerProcess(home, flags, env=environment, start_deadline_s=args.start_deadline)
+
+
+def tried(name: str, fault: Fault, server: ServerProcess, clients: int) -> dict[str, Any]:
+    """What a fault did; under ``failed`` why it could not be tried to its end."""
+    begun = time.monotonic()
+    figures: dict[str, Any] = {}
+    with Watch(server) as watch, Load(server, clients) as load:
+        try:
+            load.wait_for_served(clients, 240)
             figures = fault(server, load)
-        restarts = "paceline_engine_restarts_total"
-        return {
-            **load.figures(),
-            **figures,
-            **watch.figures(),
-            "engine_restarts": chaos_faults.total(server, restarts),
-            "seconds": round(time.monotonic() - begun),
-        }
+        except (TimeoutError, httpx.HTTPError, OSError) as error:
+            figures = {"failed": f"{type(error).__name__}: {error}", "log": server.tail()}
+    figures = {
+        **load.figures(),
+        **figures,
+        **watch.figures(),
+        "engine_restarts": chaos_faults.total(server, "paceline_engine_restarts_total"),
+        "seconds": round(time.monotonic() - begun),
+    }
+    common.console.print(name, figures)
+    return figures
 
 
 def passed(figures: dict[str, Any]) -> bool:
