@@ -238,8 +238,20 @@ def test_base_images_have_a_tag_and_nothing_runs_as_root():
 def test_everything_is_shipped_with_the_package():
     with open(ROOT / "pyproject.toml", "rb") as file:
         globs = tomllib.load(file)["tool"]["setuptools"]["package-data"]["server"]
+
+    def shipped(name: Path) -> bool:
+        same_depth = [glob for glob in globs if glob.count("/") == len(name.parts) - 1]
+        return any(name.match(glob) for glob in same_depth)
+
     for path in DEPLOY.rglob("*"):
-        name = path.relative_to(ROOT / "server")
         if path.is_file() and "secrets" not in path.parts:
-            same_depth = [glob for glob in globs if glob.count("/") == len(name.parts) - 1]
-            assert any(name.match(glob) for glob in same_depth), name
+            assert shipped(path.relative_to(ROOT / "server")), path
+
+
+def test_keys_made_beside_the_compose_file_go_nowhere():
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        globs = tomllib.load(file)["tool"]["setuptools"]["package-data"]["server"]
+    assert not any(Path("deploy/secrets/keys.toml").match(glob) for glob in globs)
+    for name in ("Dockerfile.cpu.dockerignore", "Dockerfile.gpu.dockerignore"):
+        assert (DEPLOY / name).read_text().splitlines()[-1] == "server/deploy/secrets"
+    assert (DEPLOY / ".gitignore").read_text().split() == ["secrets/"]
