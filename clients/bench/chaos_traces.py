@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import zmq
 from clients.bench.chaos_load import Load
 from clients.bench.chaos_watch import until
 from clients.process import ServerProcess
-from rlcore.records import CaptureCounts, Sampling, VerifyTrace, encode
+from rlcore.records import CaptureCounts, Sampling, TensorSpec, VerifyTrace, encode
 
 Figures = dict[str, Any]
 
@@ -63,10 +64,12 @@ def forged_traces(server: ServerProcess, load: Load, count: int) -> Figures:
     until(lambda: server.status()["learner"]["alive"], "the learner to report", 240)
     endpoint = trace_endpoint(server)
     stranger = _sent_by_stranger(endpoint)
+    (config,) = (server.home / "drafts").glob("*/000000/config.json")
+    hidden = json.loads(config.read_text())["hidden_size"]
     before, traces = _learner(server), server.status()["traces"]["sent"]
     with pushing(server) as socket:
         for number in range(count):
-            socket.send_multipart(_forged(number))
+            socket.send_multipart(_forged(number, hidden))
     until(lambda: _rejected(server) >= sum(before["rejected"].values()) + count, "all to count", 60)
     load.wait_for_served(2, 120)
     time.sleep(2)
@@ -162,14 +165,22 @@ def _sent_by_stranger(endpoint: str) -> bool | None:
     return done.stdout.strip() == "connected"
 
 
-def _forged(number: int) -> list[bytes]:
-    """A trace of the right form without the states that an engine would have computed."""
+def _forged(number: int, hidden: int) -> list[bytes]:
+    """A trace of the right form, with states that no model has computed.
+
+    The learner can tell because they do not give the normaliser that the trace names. Whoever has the model's
+    head can forge that too: who may send at all is what protects.
+    """
+    rows = 12
+    widths = {"aux": 3 * hidden, "last": hidden}
+    tensors = [TensorSpec(name, "bfloat16", (rows, width)) for name, width in widths.items()]
+    tensors.append(TensorSpec("logsumexp", "float32", (rows,)))
     trace = VerifyTrace(
         request_id=f"forged-{number}", tenant="default", target_version=0, span_index=0, final=True,
         first_position=0, prompt_length=4, prompt_hash="f" * 32, token_ids=[5] * 13,
-        sampling=Sampling(), grammar=False, steps=[], tensors=[],
+        sampling=Sampling(), grammar=False, steps=[], tensors=tensors,
     )  # fmt: skip
-    return [encode(trace)]
+    return [encode(trace), *(bytes(spec.nbytes) for spec in tensors)]
 
 
 def _learner(server: ServerProcess) -> Figures:
