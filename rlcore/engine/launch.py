@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
+from rlcore.engine.adapter_files import check_adapter
 from rlcore.engine.options import EngineOptions
 from rlcore.errors import PacelineError
 from rlcore.settings import ServeSettings
@@ -96,6 +97,9 @@ def engine_arguments(
         if executor.fits(args.tensor_parallel_size * args.pipeline_parallel_size):
             options = msgspec.structs.replace(options, cores=executor.prepare())
             args.distributed_executor_backend = executor.InlineExecutor
+    for adapter in args.lora_modules or ():
+        if Path(adapter.path).expanduser().is_dir():  # others are hub ids, which vLLM fetches
+            check_adapter(adapter.name, Path(adapter.path).expanduser())
     if settings.policy_lora_rank:
         _make_room_for_policy(args, settings.policy_lora_rank)
     args.worker_cls = WORKER_CLASS
