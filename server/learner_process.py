@@ -40,7 +40,10 @@ class LearnerProcess:
         try:
             while True:
                 started = loop.time()
-                self._process = await asyncio.create_subprocess_exec(*self._command)
+                # A group of its own: Ctrl-C in a terminal is the server's to pass on, when it has drained.
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command, process_group=0
+                )
                 code = await self._process.wait()
                 if loop.time() - started > STABLE_AFTER:
                     delay = FIRST_RESTART

@@ -6,6 +6,7 @@ announced or activated, and nonsense sent to a learner have tests of their own.
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -170,7 +171,7 @@ def test_a_shutdown_drains_and_leaves_nothing_behind(server: ServerProcess):
     with Load(server, CLIENTS, max_tokens=8) as load:
         load.wait_for_served(CLIENTS, 60)
         begun = time.monotonic()
-        psutil.Process(server.pid).send_signal(signal.SIGTERM)
+        os.killpg(server.pid, signal.SIGINT)  # as Ctrl-C in a terminal
         until(lambda: not server.alive, "the server to end", 60)
     _, alive = psutil.wait_procs(family, timeout=2)
     assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
