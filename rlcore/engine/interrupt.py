@@ -1,5 +1,7 @@
-"""Ctrl-C in a terminal reaches every process of the server at once, and an engine that ends takes its requests
-with it. What started the engine ends it, when the requests have ended (see ``server.shutdown``)."""
+"""Ctrl-C in a terminal reaches all of a server's processes, and an engine that ends takes its requests along.
+
+What started the engine ends it, when the requests have ended (see ``server.shutdown``).
+"""
 
 from __future__ import annotations
 
