@@ -254,6 +254,18 @@ def test_the_bound_is_of_optimizer_updates_however_many_a_batch_is_good_for():
     assert admission.histogram == [GROUP_SIZE] * 4
 
 
+def test_a_long_group_is_waited_for_in_time_where_batches_are_good_for_several_updates():
+    admission = Admission(3, 1, updates_per_batch=2)
+    admission.admit("long")
+    finish_all(admission, ["a"])
+    assert admission.take_batch() == ("a",)
+    admission.trained({"a": 0}, 2)
+    admission.published(2)
+    finish_all(admission, ["b"], 2)
+    assert admission.take_batch() == ()  # after it "long" would be 4 or 5 updates off
+    assert admission.blocking() == ("long",)
+
+
 def test_a_bound_that_the_updates_on_a_fresh_batch_exceed_is_refused():
     assert Admission(2, 1, updates_per_batch=3).capacity == 1
     with pytest.raises(UsageError, match="3 updates on a batch is 2 off policy"):
