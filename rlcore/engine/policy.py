@@ -53,6 +53,13 @@ class PolicySlot(StagedSlot[Weights], WeightSlot):
 
     def check(self, folder: Path, sha256: str) -> Weights:
         """A checkpoint's weights, fit to be loaded; raises WeightError."""
+        if self._config.lora_config is not None:
+            # Its layers are wrapped, and layerwise reload does not find them.
+            raise WeightError(
+                "kind",
+                "an engine with LoRA adapters takes no whole checkpoint; start the server without "
+                "--enable-lora, or with --policy-lora-rank for versions that are adapters",
+            )
         _, tensors = read_checked(folder / WEIGHTS, sha256)
         tensors = self._wanted(tensors)
         if self._good is None:

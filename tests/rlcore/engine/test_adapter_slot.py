@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vllm.config.lora import LoRAConfig
 
 from rlcore.engine.adapters import AdapterSlot, only_linear
+from rlcore.engine.policy import PolicySlot
 from rlcore.weights import WeightError
 
 HIDDEN, INNER, KV, MOST_RANK = 16, 24, 8, 8
@@ -127,6 +128,13 @@ def test_damaged_factors_are_refused(tmp_path, fault):
     with pytest.raises(WeightError) as caught:
         check(folder)
     assert caught.value.reason == ("not_finite" if fault == "nan" else "shape")
+
+
+def test_an_engine_with_adapters_takes_no_whole_checkpoint(tmp_path):
+    config = SimpleNamespace(lora_config=object(), model_config=None)
+    with pytest.raises(WeightError, match="--policy-lora-rank") as caught:
+        PolicySlot(torch.nn.Module(), config, 0).check(tmp_path, "0" * 64)
+    assert caught.value.reason == "kind"
 
 
 def test_only_linear_layers_are_wrapped():
