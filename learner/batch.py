@@ -32,6 +32,8 @@ class Span:
     request_id: str
     adapter: str = ""
     """LoRA adapter of the target that it was sampled with; empty for the target itself."""
+    ended: float = 0.0
+    """When its response ended, seconds since the epoch."""
 
     @property
     def stream(self) -> str:
@@ -88,6 +90,7 @@ class Span:
             sampling=trace.sampling,
             tenant=trace.tenant,
             request_id=trace.request_id,
+            ended=trace.ended,
             adapter=trace.adapter,
         )
 

@@ -7,6 +7,7 @@ import signal
 
 from learner.objectives.named import recipe
 from learner.recording import Recording
+from rlcore.curve import curve_server
 from rlcore.errors import PacelineError
 from rlcore.home import Home
 from rlcore.log import get_logger, setup_logging
@@ -66,11 +67,13 @@ def _learn(settings: LearnSettings, home: Home) -> int:
 
     use_threads(settings.threads)
     keep_freed_memory()
+    os.umask(0o077)  # what it keeps is text
+    curve = curve_server(settings.curve_secret_file, settings.curve_clients_file)
     base = f"ipc://{home.run}/learner" if settings.bind == "ipc" else settings.bind
     work = home.learner / f"{target_id}-{settings.method}"
     work.mkdir(parents=True, exist_ok=True)
     try:
-        learner = Learner(settings, work, Target.open(folder), target_id, base)
+        learner = Learner(settings, work, Target.open(folder), target_id, base, curve)
     except EndpointError as error:
         raise LearnError(str(error)) from None
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -12,6 +12,11 @@ from rlcore.transport import MAX_FRAME_BYTES, Frame
 MAX_FRAMES = 8
 
 
+def owner_only(path: str, flags: int) -> int:
+    """An opener of files that hold messages: token ids are text, and nobody else's business."""
+    return os.open(path, flags, 0o600)
+
+
 def pack_frames(frames: Sequence[Frame]) -> Iterator[Frame]:
     """The pieces to write, one after the other; little-endian."""
     lengths = [len(frame) for frame in frames]

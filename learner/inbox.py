@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import zmq
 
+from rlcore.curve import CurveServer
 from rlcore.records import (
     DraftFiles,
     FetchDraft,
@@ -33,12 +34,20 @@ TraceCheck = Callable[[VerifyTrace], None]
 class Inbox:
     """Non-blocking. ``rejected`` counts refused messages by reason; none of them is fatal."""
 
-    def __init__(self, base: str) -> None:
+    def __init__(self, base: str, curve: CurveServer | None = None) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        traces, control = learner_endpoints(base)
-        self._traces = open_socket(context, zmq.PULL, traces, bind=True, high_water=128)
+        traces, control = learner_endpoints(base, encrypted=curve is not None)
+        self._curve = curve
+        self._traces = open_socket(
+            context, zmq.PULL, traces, bind=True, high_water=128, curve=curve
+        )
         self._control = open_socket(
-            context, zmq.ROUTER, control, bind=True, max_frame_bytes=MAX_WEIGHT_FRAME_BYTES
+            context,
+            zmq.ROUTER,
+            control,
+            bind=True,
+            max_frame_bytes=MAX_WEIGHT_FRAME_BYTES,
+            curve=curve,
         )
         self._servers: dict[bytes, None] = {}
         self.rejected: dict[str, int] = {}
@@ -111,3 +120,5 @@ class Inbox:
     def close(self) -> None:
         self._traces.close()
         self._control.close()
+        if self._curve is not None:
+            self._curve.stop()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from learner.batch import Span
+from learner.cutoffs import Cutoffs
 from learner.defence import Defence
 from learner.inbox import Inbox
 from learner.journal import Journal, Mark
@@ -17,7 +18,7 @@ from learner.strata import SpanKey, span_key
 from learner.target import Target
 from learner.tenant_share import TenantShare
 from rlcore.log import get_logger
-from rlcore.records import RecordError, VerifyTrace
+from rlcore.records import PurgeCounts, RecordError, VerifyTrace
 from rlcore.settings import DrafterSettings
 from rlcore.transport import Frame
 
@@ -40,12 +41,14 @@ class Intake:
         self._target = target
         self._settings = settings
         self._budget = int(settings.replay_gib * 2**30)
+        self._limits: dict[str, float] = {}
         self.replay = self._empty_replay()
         self._defence = Defence(target, settings.seed)
         self._share = TenantShare()
         self._journal: Journal | None = None
         if folder is not None:
             self._journal = Journal(folder / "replay", JOURNAL_FACTOR * self._budget, self._is_held)
+        self._cutoffs = Cutoffs(None if folder is None else folder / "purges.json")
         self._loaded_end: Mark = (0, 0)
         """Up to where the journal is described by the loaded state."""
         self.aux_count = 0
@@ -62,7 +65,9 @@ class Intake:
     def _empty_replay(self) -> Replay:
         settings = self._settings
         split = HeldoutSplit(settings.heldout_share, int(HELDOUT_MARGIN * settings.gate_tokens))
-        return Replay(self._budget, split, settings.gate_tokens, settings.seed)
+        replay = Replay(self._budget, split, settings.gate_tokens, settings.seed)
+        replay.most_shares = self._limits
+        return replay
 
     def retarget(self, target: Target, version: int) -> None:
         """Traces of this version of the target come now. The replay's states and distributions are
@@ -71,6 +76,34 @@ class Intake:
         self.target_version = version
         self.replay = self._empty_replay()
         self._defence = Defence(target, self._settings.seed)
+
+    def limit(self, shares: Mapping[str, float]) -> None:
+        """Of what is learned from, the most that single tenants may be, from now on."""
+        self._limits = dict(shares)
+        self._share.most = self.replay.most_shares = self._limits
+
+    def purge(self, tenant: str, until: float) -> PurgeCounts:
+        """Delete everything of a tenant, and refuse what ended up to ``until`` and is still on its way.
+
+        What was deleted, when it is off the disk. Raises OSError; asked again, it goes on.
+        """
+        self._cutoffs.add(tenant, until)
+        training, heldout = self.replay.remove(lambda span: span.tenant == tenant)
+        self._share.forget(tenant)
+        journal = 0
+        if self._journal is not None:
+            journal = self._journal.delete(lambda trace: trace.tenant == tenant)
+        return PurgeCounts(training, heldout, journal)
+
+    def expire(self, before: float) -> int:
+        """Delete what ended before then (seconds since the epoch); how many traces were on the disk.
+
+        Raises OSError.
+        """
+        self.replay.remove(lambda span: span.ended < before)
+        if self._journal is None:
+            return 0
+        return self._journal.delete(lambda trace: trace.ended < before)
 
     @property
     def aux_size(self) -> int:
@@ -145,6 +178,7 @@ class Intake:
             raise RecordError(
                 "target_version", f"{trace.target_version}, not {self.target_version}"
             )
+        self._cutoffs.check(trace.tenant, trace.ended)
 
     def _span(self, trace: VerifyTrace, frames: Sequence[Frame]) -> Span:
         """Raises RecordError for a span that does not fit the target."""

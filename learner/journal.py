@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from learner.framing import pack_frames, read_frames
+from learner.cutoffs import sync_folder
+from learner.framing import owner_only, pack_frames, read_frames
 from rlcore.records import RecordError, VerifyTrace, decode_trace
 from rlcore.transport import Frame
 
@@ -40,7 +41,9 @@ class Journal:
         self._root = root
         self._max_bytes = max_bytes
         self._wanted = wanted
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for partial in root.glob("*.partial"):
+            partial.unlink()  # a deletion that a crash cut short; it is done again
         segments = self.segments()
         self._next = int(segments[-1].stem) + 1 if segments else 0
         self._file: BinaryIO | None = None
@@ -102,7 +105,7 @@ class Journal:
 
     def _roll(self) -> None:
         self.close()
-        self._file = open(self._segment(self._next), "wb")  # noqa: SIM115
+        self._file = open(self._segment(self._next), "wb", opener=owner_only)  # noqa: SIM115
         self._next += 1
         self._bytes = self._messages = self._whole = 0
         segments = self.segments()[:-1]
@@ -117,6 +120,15 @@ class Journal:
             segment.unlink()
             self._whole = self._bytes  # what was copied is nowhere else now
 
+    def delete(self, unwanted: Callable[[VerifyTrace], bool]) -> int:
+        """Delete the messages for which this holds; how many there were, when they are off the disk.
+
+        Raises OSError; then some may be left. What stays keeps its mark.
+        """
+        self.close()
+        segments = self.segments()
+        return sum(_delete(s, unwanted, last=s == segments[-1]) for s in segments)
+
     def read(self) -> Iterator[tuple[VerifyTrace, list[bytes]]]:
         """Every whole message, oldest first: (header, tensor frames)."""
         return ((trace, frames) for _, trace, frames in self.read_marked())
@@ -126,6 +138,34 @@ class Journal:
         for segment in self.segments():
             for number, trace, frames in _messages(segment):
                 yield (int(segment.stem), number), trace, frames[1:]
+
+
+def _delete(segment: Path, unwanted: Callable[[VerifyTrace], bool], *, last: bool) -> int:
+    """An empty message stands in for each that is deleted, so that the others keep their numbers."""
+    gone = {number for number, trace, _ in _messages(segment) if unwanted(trace)}
+    if not gone:
+        return 0
+    partial = segment.with_suffix(".partial")
+    kept = number = 0
+    with (
+        open(segment, "rb") as source,
+        open(partial, "wb", opener=owner_only) as copy,
+    ):
+        while (frames := read_frames(source)) is not None:
+            deleted = number in gone or frames == [b""]
+            kept += not deleted
+            for piece in pack_frames([b""] if deleted else frames):
+                copy.write(piece)
+            number += 1
+        copy.flush()
+        os.fsync(copy.fileno())
+    if kept or last:  # the last number that was used stays on the disk
+        os.replace(partial, segment)
+    else:
+        segment.unlink()
+        partial.unlink()
+    sync_folder(segment.parent)
+    return len(gone)
 
 
 def _messages(segment: Path) -> Iterator[tuple[int, VerifyTrace, list[bytes]]]:

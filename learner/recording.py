@@ -12,16 +12,20 @@ was cut off; it is refused unless the caller takes what is there.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
-from learner.framing import pack_frames, read_frames
+from learner.cutoffs import sync_folder
+from learner.framing import owner_only, pack_frames, read_frames
 from rlcore.errors import PacelineError
 from rlcore.records import SCHEMA_VERSION, RecordError, VerifyTrace, decode_trace
 from rlcore.transport import Frame
@@ -60,7 +64,8 @@ class Recorder:
         self._digest = hashlib.blake2b(digest_size=32)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: BinaryIO = open(path, "xb")  # noqa: SIM115
+            self._file: BinaryIO = open(path, "xb", opener=owner_only)  # noqa: SIM115
+            fcntl.flock(self._file, fcntl.LOCK_EX)  # whoever deletes from it leaves that to us
         except FileExistsError:
             raise RecordingError(f"{path} exists; a recording is never written over") from None
         except OSError as error:
@@ -74,6 +79,17 @@ class Recorder:
             self._write(piece)
         self.records += 1
 
+    def delete(self, unwanted: Callable[[VerifyTrace], bool]) -> int:
+        """Delete what was recorded and fits this; how much, when it is off the disk. Raises OSError."""
+        self._file.flush()
+        copied = _copy_without(self.path, unwanted)
+        if copied is None:
+            return 0
+        self._file.close()
+        self._file, self._digest = copied.file, copied.digest
+        self.records, self.bytes = copied.records, copied.bytes
+        return copied.deleted
+
     def close(self) -> None:
         self._write(END)
         self._file.write(TAIL.pack(self.records, self._digest.digest()))
@@ -83,6 +99,89 @@ class Recorder:
         self._file.write(piece)
         self._digest.update(piece)
         self.bytes += len(piece)
+
+
+@dataclass
+class _Copy:
+    """A recording that has taken the place of another; open for more, its end mark not written."""
+
+    file: BinaryIO
+    digest: hashlib.blake2b
+    records: int = 0
+    bytes: int = 0
+    deleted: int = 0
+    whole: bool = False
+    """Whether the other one had its end mark."""
+
+    def write(self, piece: Frame) -> None:
+        self.file.write(piece)
+        self.digest.update(piece)
+        self.bytes += len(piece)
+
+
+def delete_from(path: Path, unwanted: Callable[[VerifyTrace], bool]) -> int:
+    """Delete from a recording at rest; how many traces, when they are off the disk.
+
+    One that is being written is left to its recorder. Raises OSError, or RecordingError for a file that
+    is none.
+    """
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return 0
+        copied = _copy_without(path, unwanted)
+    if copied is None:
+        return 0
+    with copied.file as file:
+        if copied.whole:
+            copied.write(END)
+            file.write(TAIL.pack(copied.records, copied.digest.digest()))
+            file.flush()
+            os.fsync(file.fileno())
+    return copied.deleted
+
+
+def _copy_without(path: Path, unwanted: Callable[[VerifyTrace], bool]) -> _Copy | None:
+    """Put a copy without those traces in the file's place; None when there are none."""
+    if not any(unwanted(trace) for trace in _traces(path)):
+        return None
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    target: BinaryIO = open(partial, "xb", opener=owner_only)  # noqa: SIM115
+    fcntl.flock(target, fcntl.LOCK_EX)
+    copy = _Copy(target, hashlib.blake2b(digest_size=32))
+    with open(path, "rb") as source:
+        _read_header(path, source)
+        first = source.tell()
+        source.seek(0)
+        copy.write(source.read(first))
+        while not copy.whole:
+            at = source.tell()
+            copy.whole = source.read(4) == END
+            source.seek(at)
+            frames = None if copy.whole else read_frames(source)
+            if frames is None:
+                break
+            if unwanted(decode_trace(frames)):
+                copy.deleted += 1
+                continue
+            for piece in pack_frames(frames):
+                copy.write(piece)
+            copy.records += 1
+    target.flush()
+    os.fsync(target.fileno())
+    os.replace(partial, path)
+    sync_folder(path.parent)
+    return copy
+
+
+def _traces(path: Path) -> Iterator[VerifyTrace]:
+    """Of a recording that need not be whole."""
+    with open(path, "rb") as file:
+        _read_header(path, file)
+        while (frames := read_frames(file)) is not None:
+            yield decode_trace(frames)
 
 
 class Recording:

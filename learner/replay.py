@@ -7,6 +7,7 @@ recent and no tenant crowds out another.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from learner.batch import Span
@@ -73,6 +74,8 @@ class Replay:
         self._due: dict[QueueName, float] = {}
         """Tokens that a queue is behind its share (above zero) or ahead of it."""
         self._saved_turns: dict[SpanKey, float] = {}
+        self.most_shares: Mapping[str, float] = {}
+        """Of the drawn tokens, the most that single tenants may be, where that is less than all."""
 
     @property
     def training_tokens(self) -> int:
@@ -101,6 +104,15 @@ class Replay:
         for gone in changes.gone:
             self._queue(gone.tenant, "old").remove(span_key(gone))
         return key in self._training
+
+    def remove(self, unwanted: Callable[[Span], bool]) -> tuple[int, int]:
+        """Take spans out for good, with what is remembered of their prompts: (training, held-out) spans."""
+        training, heldout = self._training.remove(unwanted), self._heldout.remove(unwanted)
+        for span, part in training:
+            self._queue(span.tenant, part).remove(span_key(span))
+        for span, _ in (*training, *heldout):
+            self._split.forget(span.prompt_hash)
+        return len(training), len(heldout)
 
     def draw(self, max_tokens: int) -> list[Span]:
         """Spans for one update, about ``max_tokens`` output positions, each counted as visited."""
@@ -135,9 +147,9 @@ class Replay:
         # Few old spans are not repeated more often than the others.
         memory = min(MEMORY_SHARE, sum(old.values()) / max(1, self.training_tokens))
         shares: dict[QueueName, float] = {}
-        for tenant, share in fair_shares(recent).items():
+        for tenant, share in fair_shares(recent, self.most_shares).items():
             shares[tenant, "recent"] = (1 - memory) * share
-        for tenant, share in fair_shares(old).items():
+        for tenant, share in fair_shares(old, self.most_shares).items():
             shares[tenant, "old"] = memory * share
         return shares
 

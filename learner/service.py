@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
+from learner.at_rest import AtRest
 from learner.course import Course
 from learner.inbox import Inbox
 from learner.intake import Intake
 from learner.moving_target import MovingTarget
 from learner.target import Target
+from rlcore.curve import CurveServer
 from rlcore.log import get_logger
 from rlcore.records import (
     Announce,
@@ -23,6 +28,9 @@ from rlcore.records import (
     FetchDraft,
     Hello,
     LearnerReport,
+    Purge,
+    PurgeCounts,
+    Purged,
     TargetTensors,
     Verdict,
 )
@@ -39,18 +47,32 @@ FETCH_INTERVAL = 5.0
 RETREAT_INTERVAL = 5.0
 """Seconds between two orders to go back, until the server has."""
 
+SWEEP_INTERVAL = 600.0
+"""Seconds between two looks for what has been kept long enough."""
+
+REMEMBERED_PURGES = 64
+"""Answers kept for orders that come again, because the first answer was not heard."""
+
 RETREAT_ORDERS = 5
 """Orders to go back that a server may refuse before it is left with what it has."""
 
 
 class Learner:
     def __init__(
-        self, settings: LearnSettings, folder: Path, target: Target, target_id: str, base: str
+        self,
+        settings: LearnSettings,
+        folder: Path,
+        target: Target,
+        target_id: str,
+        base: str,
+        curve: CurveServer | None = None,
     ) -> None:
         self._settings = settings
         self._target_id = target_id
         self._folder = folder
-        self._inbox = Inbox(base)
+        self._inbox = Inbox(base, curve)
+        self._at_rest = AtRest(folder.parent, folder)
+        self._purged: OrderedDict[str, Purged] = OrderedDict()
         self._intake = Intake(settings, folder, target)
         store = WeightStore(folder / "drafts")
         self._course = Course(settings, target, store, self._intake, watched=True)
@@ -58,7 +80,7 @@ class Learner:
         self._store = store
         self._asked: tuple[bytes, int, str] | None = None
         """(server, version, digest) of the files that are on their way."""
-        self._next_fetch = self._next_report = self._next_retreat = 0.0
+        self._next_fetch = self._next_report = self._next_retreat = self._next_sweep = 0.0
         self._unusable: tuple[int, str] | None = None
         """(version, digest) that came in whole and cannot be learned from."""
         self._refused_orders = 0
@@ -95,6 +117,9 @@ class Learner:
         self._go_back(now)
         if self._course.due(now) and not self._rest:
             self._consider(now)
+        if now >= self._next_sweep:
+            self._next_sweep = now + SWEEP_INTERVAL
+            self._expire(time.time())
         if now >= self._next_checkpoint:
             self._next_checkpoint = now + self._settings.checkpoint_interval_s
             self._checkpoint()
@@ -125,6 +150,8 @@ class Learner:
                 self._hear(message)
             elif isinstance(message, TargetTensors):
                 self._moving.receive(server, message, frames)
+            elif isinstance(message, Purge):
+                self._inbox.tell(server, self._purge(message))
             else:
                 self._inbox.reject("unexpected")
 
@@ -144,6 +171,7 @@ class Learner:
         publisher.last_version = max(publisher.last_version, hello.last_version)
         self._inbox.accept(server)
         self._rest = hello.rest
+        self._intake.limit(hello.replay_shares)
         self._course.serves(hello.live_version)
         if not self._moving.follow(server, hello, time.monotonic()):
             return
@@ -251,6 +279,38 @@ class Learner:
             if self._refused_orders >= RETREAT_ORDERS:
                 self._refused_orders = 0
                 self._course.retreat_refused()
+
+    # --- what is not to be kept ---
+
+    def _purge(self, order: Purge) -> Purged:
+        """Delete, and answer when it is done; an order that comes again is answered again."""
+        if order.purge_id in self._purged:
+            return self._purged[order.purge_id]
+        try:
+            deleted = self._intake.purge(order.tenant, order.until)
+            replays, recordings = self._at_rest.purge(order.tenant)
+        except OSError as error:
+            log.error("a purge has failed", reason=error.strerror)
+            return Purged(order.purge_id, PurgeCounts(), f"the learner: {error.strerror}")
+        self._checkpoint()  # the one before lists the spans that are gone
+        deleted = deleted.plus(PurgeCounts(journal_traces=replays, recorded_traces=recordings))
+        log.info("a tenant's traces are purged", **msgspec.structs.asdict(deleted))
+        answer = self._purged[order.purge_id] = Purged(order.purge_id, deleted)
+        while len(self._purged) > REMEMBERED_PURGES:
+            self._purged.popitem(last=False)
+        return answer
+
+    def _expire(self, now: float) -> None:
+        """Delete what has been kept as long as it may be. ``now``: seconds since the epoch."""
+        hours = self._settings.retention_hours
+        try:
+            own = self._intake.expire(now - 3600 * hours)
+            replays, recordings = self._at_rest.expire(now, hours)
+        except OSError as error:
+            log.error("old traces cannot be deleted", reason=error.strerror)
+            return
+        if own + replays + recordings:
+            log.info("old traces are deleted", replay=own + replays, recordings=recordings)
 
     # --- reports and checkpoints ---
 

@@ -31,6 +31,10 @@ class HeldoutSplit:
                 self._known.popitem(last=False)
         return self._known[prompt_hash]
 
+    def forget(self, prompt_hash: str) -> None:
+        """Keep nothing of a prompt, not even its hash."""
+        self._known.pop(prompt_hash, None)
+
     def state(self) -> dict[str, bool]:
         return dict(self._known)
 

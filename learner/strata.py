@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Any, Literal
 
 from learner.batch import Span
@@ -164,6 +164,27 @@ class Strata:
     def _enter_old(self, tenant: _Tenant, key: SpanKey) -> None:
         heappush(tenant.old, (hash_order(self._seed, key), key))
 
+    def remove(self, unwanted: Callable[[Span], bool]) -> list[tuple[Span, Slice]]:
+        """Take the spans for which this holds out for good; each with the part it was in."""
+        gone = {key: kept for key, kept in self._kept.items() if unwanted(kept.span)}
+        for name in {kept.span.tenant for kept in gone.values()}:
+            old = self._tenants[name].old
+            old[:] = [entry for entry in old if entry[1] not in gone]
+            heapify(old)
+        for key, kept in gone.items():
+            del self._kept[key]
+            tenant = self._tenants[kept.span.tenant]
+            tenant.recent.pop(key, None)
+            self._discount(tenant, kept)
+        return [(kept.span, kept.slice) for kept in gone.values()]
+
+    def _discount(self, tenant: _Tenant, kept: _Kept) -> None:
+        tenant.count(kept, -1)
+        self.tokens -= kept.span.anchors
+        self.nbytes -= kept.nbytes
+        if not tenant.recent and not tenant.old:
+            self._tenants.pop(kept.span.tenant, None)
+
     def _shrink(self, changes: Changes) -> None:
         bounds = self._bounds
         while len(self._kept) > 1:
@@ -188,11 +209,7 @@ class Strata:
         tenant = self._tenants[name]
         _, key = heappop(tenant.old)
         kept = self._kept.pop(key)
-        tenant.count(kept, -1)
-        self.tokens -= kept.span.anchors
-        self.nbytes -= kept.nbytes
-        if not tenant.recent and not tenant.old:
-            del self._tenants[name]
+        self._discount(tenant, kept)
         changes.gone.append(kept.span)
 
     # --- through a restart ---

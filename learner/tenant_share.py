@@ -6,6 +6,7 @@ A pure state machine over (tenant, tokens). It forgets by tokens, not by time: a
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 HORIZON_TOKENS = 20_000
@@ -29,6 +30,9 @@ class TenantShare:
     def __init__(self) -> None:
         self._offered: dict[str, float] = {}
         self._taken: dict[str, float] = {}
+        self.most: Mapping[str, float] = {}
+        """Of what is learned from, the most that single tenants may be, where an operator has set it.
+        Such a tenant is not learned from while nobody else sends anything."""
 
     def observe(self, tenant: str, tokens: int) -> bool:
         """Whether these tokens may be learned from."""
@@ -40,8 +44,16 @@ class TenantShare:
             allowed = max(TIMES_THE_OTHERS * others, ALWAYS * HORIZON_TOKENS)
             if self._taken.get(tenant, 0.0) + tokens > allowed:
                 return False
+        most = self.most.get(tenant, 1.0)
+        if most < 1 and self._taken.get(tenant, 0.0) + tokens > most / (1 - most) * others:
+            return False
         self._taken[tenant] = self._taken.get(tenant, 0.0) + tokens
         return True
+
+    def forget(self, tenant: str) -> None:
+        """Keep nothing of a tenant."""
+        self._offered.pop(tenant, None)
+        self._taken.pop(tenant, None)
 
     def _forget(self, tokens: int) -> None:
         keep = math.exp(-tokens / HORIZON_TOKENS)

@@ -16,12 +16,17 @@ STALE_ENTRIES = 64
 """Entries of removed spans that a queue may hold beside as many as it has spans."""
 
 
-def fair_shares(tokens: Mapping[str, int]) -> dict[str, float]:
+def fair_shares(
+    tokens: Mapping[str, int], most: Mapping[str, float] | None = None
+) -> dict[str, float]:
     """The share of drawn tokens of each tenant, given the tokens it holds; the sum is 1.
 
     In proportion to the tokens, but none more than all others together, so that ten times the
     traffic is not ten times the updates; unless that made the others' spans be visited more than
     TENANT_FAVOUR times as often as its own: one request must not take half of all updates.
+
+    ``most`` bounds single tenants' shares; what that takes from them goes to the others. Where nobody
+    is left to give it to, the bounds cannot hold: there is nothing else to draw.
     """
     total = sum(tokens.values())
     weights = {
@@ -29,7 +34,24 @@ def fair_shares(tokens: Mapping[str, int]) -> dict[str, float]:
         for name, n in tokens.items()
     }
     whole = sum(weights.values())
-    return {name: weight / whole for name, weight in weights.items()}
+    shares = {name: weight / whole for name, weight in weights.items()}
+    return shares if not most else _bounded(shares, most)
+
+
+def _bounded(shares: dict[str, float], most: Mapping[str, float]) -> dict[str, float]:
+    bound: dict[str, float] = {}
+    free = dict(shares)
+    while free:
+        left = 1 - sum(bound.values())
+        scale = left / sum(free.values())
+        over = [name for name, share in free.items() if share * scale > most.get(name, 1.0)]
+        if not over:
+            return bound | {name: share * scale for name, share in free.items()}
+        for name in over:
+            del free[name]
+            bound[name] = most[name]
+    whole = sum(bound.values())
+    return {name: share / whole for name, share in bound.items()}
 
 
 class VisitQueue:

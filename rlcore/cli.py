@@ -15,6 +15,7 @@ SUMMARIES = {
     "learn": "run a learner on its own, for a server in another process",
     "record": "keep a server's traces in a file, to learn from them again",
     "models": "list, make and verify models and drafts in the home folder",
+    "keys": "make a tenant's key, or a pair of keys for a link to another machine",
     "config": "print the settings a command would run with",
     "rl-train": "train a policy with reinforcement learning on the engine that serves it",
     "rl-eval": "measure a policy folder, or a running server, on held-out tasks",
