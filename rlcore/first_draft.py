@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rlcore.errors import PacelineError
 from rlcore.home import Home
-from rlcore.records import DraftManifest
 from rlcore.settings import ServeSettings
 from rlcore.weights import WeightStore
 
@@ -17,9 +16,7 @@ class FirstDraftError(PacelineError):
     """There is no drafter to start with."""
 
 
-def first_draft(
-    settings: ServeSettings, home: Home, target: Path, target_id: str
-) -> WeightStore[DraftManifest]:
+def first_draft(settings: ServeSettings, home: Home, target: Path, target_id: str) -> WeightStore:
     """The store of this target's drafters, with a live one in it; raises FirstDraftError."""
     store = WeightStore(home.drafts / f"{target_id}-{settings.draft_method}")
     command = [

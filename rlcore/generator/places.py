@@ -54,8 +54,9 @@ class OwnServer:
         return self._generator
 
     async def lost(self) -> bool:
-        alive = self._server.alive and self._generator is not None
-        return not (alive and await self._generator.healthy())  # or a connection was lost
+        if self._generator is None or not self._server.alive:
+            return True
+        return not await self._generator.healthy()  # or else a connection was lost
 
     async def start_again(self) -> Generator:
         log.warning("the server is gone and is started again")
