@@ -1,1 +1,1 @@
-"""What samples rollouts: a server of the run, a running one reached by its URL, or an engine of the process."""
+"""What samples rollouts: a server that is started, one that runs already, or an engine of the process."""

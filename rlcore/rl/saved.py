@@ -17,6 +17,8 @@ from rlcore.rollout import Rollout
 
 FOLDER = "checkpoint"
 
+BOOKS = ("admission", "order", "ledger", "chances")
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -84,7 +86,7 @@ def load(out: Path, identity: Mapping[str, Any]) -> Saved:
         return Saved(
             tensors=tensors,
             counters=facts["counters"],
-            books=facts["books"],
+            books={name: facts["books"][name] for name in BOOKS},
             waiting=msgspec.convert(facts["waiting"], dict[str, list[Rollout]]),
             controllers=facts["controllers"],
         )
