@@ -199,6 +199,8 @@ class DraftControl:
         theirs = self.cost.seconds(size, other)
         if theirs is None:
             theirs = now * (1 + max(0, other - drafts) * 0.5)
+        elif other < drafts:
+            theirs = min(theirs, now)  # a cost above this is one of slower days: worth a look
         chances = [1.0, *self.acceptance.chances(self.most)]
         mine, its = sum(chances[: drafts + 1]), sum(chances[: other + 1])
         return PROBE_STEPS * max(0.0, theirs - now * its / mine)

@@ -8,7 +8,8 @@ c(b, k) the measured cost of a step (``StepCost``):
 A plain step emits one token for each request, so the n tokens need n / b of them. What the step took over
 its kind's usual cost (a prefill in it, a swap, a stall) would have been taken without speculation too.
 For a step with nothing drafted that is s itself. It is not known, and the step counts on neither side,
-while c(b, 0) has not been measured: with a fixed number of drafts it never is.
+while c(b, 0) has not been measured: with a fixed number of drafts it never is. c(b, 0) counts for no more
+than c(b, 1), c(b, 2) ..., so a speed-up is never told to be above the tokens of a step.
 
 A plain step of ours still keeps the drafter's cache up to date, so the estimate is that of a server that has
 a drafter and does not use it.
@@ -76,7 +77,7 @@ def plain_seconds(step: StepFacts, seconds: float, cost: StepCost) -> float | No
     """The formula above; None while it is not known."""
     if not step.decoding or not (step.proposed or step.verified):
         return seconds
-    plain = cost.seconds(step.decoding, 0)
+    plain = _plain_cost(step, cost)
     if plain is None:
         return None
     same_tokens = step.tokens / step.decoding * plain
@@ -86,3 +87,10 @@ def plain_seconds(step: StepFacts, seconds: float, cost: StepCost) -> float | No
     if usual is None:
         return None if step.others else same_tokens
     return max(0.0, seconds - usual + same_tokens)
+
+
+def _plain_cost(step: StepFacts, cost: StepCost) -> float | None:
+    """c(b, 0), but no more than any step of so many requests: drafts never make a step shorter. A plain
+    step may have been measured last when the machine was slower than it is now."""
+    costs = [cost.seconds(step.decoding, drafts) for drafts in range(step.proposed + 1)]
+    return None if costs[0] is None else min(c for c in costs if c is not None)

@@ -248,3 +248,18 @@ def test_a_request_that_became_good_is_drafted_for_again():
     engine.rate = lambda _: 0.95
     engine.run(4, 150)
     assert engine.control.limit("r3", MOST, 4) == MOST
+
+
+def test_a_cost_of_slower_days_is_measured_again():
+    """Plain steps took five times as long when they were last measured; they are looked at all the same."""
+    control, proposed = DraftControl(1, [0.9]), 0
+    for _ in range(40):
+        control.observe_step(1, 0, 0.1)
+    for _ in range(1500):
+        verified, proposed = proposed, control.choose(["a"])
+        if verified:
+            control.observe_drafts("a", 1, 1)
+        control.observe_step(1, proposed if verified == proposed else None, 0.02 + 0.004 * proposed)
+    known = control.cost.seconds(1, 0)
+    assert known is not None
+    assert known < 0.025

@@ -90,6 +90,14 @@ def test_a_clock_that_stands_still_or_jumps_is_ignored(seconds):
     assert dataclasses.astuple(gain) == dataclasses.astuple(Gain())
 
 
+def test_a_plain_cost_of_slower_days_does_not_make_a_gain_that_cannot_be():
+    """As measured once: 9.8 tokens/s without drafts beside 44.6 with 1.5 tokens a step."""
+    stale = costs(k0=0.1, k3=0.03)
+    found = plain_seconds(step(tokens=3), 0.03, stale)
+    assert found is not None
+    assert found / 0.03 == pytest.approx(1.5)
+
+
 durations = st.floats(1e-4, 10)
 
 
