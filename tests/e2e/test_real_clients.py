@@ -327,7 +327,8 @@ def test_langchain_invokes_and_streams_the_same_text(served: Served) -> None:
     total = parts[0]
     for part in parts[1:]:
         total = total + part
-    assert total.usage_metadata == whole.usage_metadata
+    for count in ("input_tokens", "output_tokens"):
+        assert total.usage_metadata[count] == whole.usage_metadata[count]
     assert whole.response_metadata["finish_reason"] == "length"
     check_captured(served, whole.response_metadata["id"], 16)
 
@@ -369,4 +370,5 @@ def test_langchains_bound_tool_is_called_and_its_result_is_taken(served: Served)
     assert isinstance(call["args"]["on"], bool)
     json.dumps(call["args"])
     result = ToolMessage(set_light.invoke(call["args"]), tool_call_id=call["id"])
-    assert model.bind_tools([set_light]).invoke([*ask, answer, result]).content
+    after = model.bind_tools([set_light]).invoke([*ask, answer, result])
+    assert after.content or after.tool_calls
