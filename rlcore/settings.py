@@ -175,7 +175,7 @@ class ServeSettings(CommonSettings, ServerEnd, KeepsTraces):
         description="Requests that may wait besides, before more are refused with 429; default: as many as "
         "may run",
     )
-    max_body_mib: float = Field(16.0, gt=0, description="Largest body of a request, MiB")
+    max_body_mib: float = Field(8.0, gt=0, description="Largest body of a request, MiB")
     drain_s: float = Field(
         30.0, ge=0, description="Seconds that running requests are given to end at a shutdown"
     )
