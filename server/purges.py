@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import time
@@ -26,8 +27,6 @@ PURGE_DEADLINE = 60.0
 RETRY_INTERVAL = 5.0
 """Seconds between two orders, until the learner has answered."""
 
-TICK = 1e-6
-
 OPEN_PURGES = "open-purges.json"
 """In the home's learner folder."""
 
@@ -44,7 +43,7 @@ class EndClock:
         self._last = 0.0
 
     def now(self) -> float:
-        self._last = max(self._clock(), self._last + TICK)
+        self._last = max(self._clock(), math.nextafter(self._last, math.inf))
         return self._last
 
 

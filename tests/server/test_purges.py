@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlcore.records import Purge, PurgeCounts, Purged
+from learner.inbox import Inbox
+from rlcore.curve import curve_client, curve_server, make_pair
+from rlcore.records import Hello, LearnerMessage, Purge, PurgeCounts, Purged
+from rlcore.transport import learner_endpoints
 from server import purges as module
+from server.learner_link import LearnerLink
 from server.purges import EndClock, PurgeDelayed, Purges
+from tests.e2e.tap import two_free_ports
 
 
 class Learner:
@@ -115,5 +123,55 @@ def test_the_clock_never_stands_still_or_goes_back(times):
     left = iter(times)
     clock = EndClock(lambda: next(left))
     told = [clock.now() for _ in times]
-    assert all(a < b for a, b in zip(told, told[1:], strict=False))
+    assert all(a < b for a, b in itertools.pairwise(told))
     assert all(now >= given for now, given in zip(told, times, strict=True))
+
+
+def test_an_order_reaches_a_learner_over_the_link_and_its_answer_comes_back(tmp_path):
+    """The server's link and the learner's inbox, with CURVE keys; the learner deletes in its own time."""
+    for name in ("learner", "server"):
+        make_pair(tmp_path / name)
+    base = f"tcp://127.0.0.1:{two_free_ports()}"
+    inbox = Inbox(base, curve_server(tmp_path / "learner", tmp_path / "server.pub"))
+    ends = threading.Event()
+    got: list[LearnerMessage] = []
+
+    def learn() -> None:
+        while not ends.is_set():
+            inbox.wait(50)
+            for server, message, _ in inbox.messages():
+                got.append(message)
+                if isinstance(message, Hello):
+                    inbox.accept(server)
+                elif isinstance(message, Purge):
+                    inbox.tell(server, Purged(message.purge_id, PurgeCounts(journal_traces=7)))
+
+    thread = threading.Thread(target=learn)
+    thread.start()
+
+    async def run() -> PurgeCounts:
+        drafts, policy = mock.MagicMock(), mock.MagicMock()
+        drafts.target_id, drafts.method, drafts.live = "t", "eagle3", 3
+        drafts.next_version.return_value = 4
+        drafts.manifest.return_value.sha256 = policy.sha256 = "0"
+        policy.live = 0
+        curve = curve_client(tmp_path / "server", tmp_path / "learner.pub")
+        _, control = learner_endpoints(base)
+        link = LearnerLink(control, drafts, policy, 3, curve, lambda: {"a": 0.25})
+        task = asyncio.ensure_future(link.run())
+        path = tmp_path / "open-purges.json"
+        purges = Purges(path, link, lambda: False, lambda _: None, EndClock())
+        try:
+            return await purges.purge("a", deadline_s=20)
+        finally:
+            task.cancel()
+            link.close()
+
+    try:
+        assert asyncio.run(run()) == PurgeCounts(journal_traces=7)
+    finally:
+        ends.set()
+        thread.join(10)
+        inbox.close()
+    hellos = [message for message in got if isinstance(message, Hello)]
+    assert hellos[0].replay_shares == {"a": 0.25}
