@@ -384,7 +384,8 @@ def load(cls: type[Settings], argv: list[str], program: str = "paceline") -> Set
     """Settings from flags, environment and file; raises UsageError with a line for each problem."""
     global _config_file
     argv, engine_args = _split_engine_args(argv)
-    argv, _config_file = _take_config(argv)
+    argv, path = _take_config(argv)
+    _config_file = path
     given: dict[str, Any] = {"engine_args": engine_args} if engine_args else {}
     try:
         cli: CliSettingsSource[Any] = CliSettingsSource(
@@ -396,8 +397,10 @@ def load(cls: type[Settings], argv: list[str], program: str = "paceline") -> Set
     except SettingsError as error:
         raise UsageError(str(error).removeprefix("error parsing CLI: ")) from None
     except ValueError as error:
-        raise UsageError(f"{_config_file}: {error}") from None
-    settings._config_file = None if _config_file is None else _config_file.absolute()
+        raise UsageError(f"{path}: {error}") from None
+    finally:
+        _config_file = None  # settings that are made without flags read no file
+    settings._config_file = None if path is None else path.absolute()
     return settings
 
 

@@ -154,3 +154,10 @@ def test_config_prints_what_can_be_read_back(
 def test_config_never_prints_the_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert config(["--api-key", "sesame", "--admin-key", "sesame2"]) == 0
     assert "sesame" not in capsys.readouterr().out
+
+
+def test_a_file_that_was_read_is_not_read_again_by_settings_made_without_flags(tmp_path):
+    path = tmp_path / "serve.toml"
+    path.write_text("port = 1234\n")
+    assert load(ServeSettings, ["--config", str(path)]).port == 1234
+    assert ServeSettings().port == 8000
