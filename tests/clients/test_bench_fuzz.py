@@ -10,7 +10,7 @@ from fastapi import FastAPI, Header, HTTPException, Response
 from pydantic import BaseModel
 
 from clients.bench import fuzz
-from clients.bench.fuzz_cases import Case, Tally, judge, tracebacks
+from clients.bench.fuzz_cases import Case, Frame, Tally, judge, tracebacks
 from clients.bench.fuzz_drive import lower, operations_of
 from tests.clients.stub import running
 
@@ -38,6 +38,13 @@ def test_a_5xx_is_of_the_innermost_code_that_is_ours_or_vllms() -> None:
         (frames,) = tracebacks(LOG.format(inner=inner))
         assert [frame.line for frame in frames] == [90, 12, 5]
         assert judge(case(tracebacks=[frames]), 10.0) == problem
+
+
+def test_where_ours_calls_vllms_the_inner_one_is_blamed_and_the_other_way_round() -> None:
+    mine = Frame("/y/rlcore/engine/frontend.py", 3, "generate", "super().generate()")
+    theirs = Frame(VLLM, 4, "work", "do()")
+    assert judge(case(tracebacks=[[mine, theirs]]), 10.0) == "upstream"
+    assert judge(case(tracebacks=[[theirs, mine]]), 10.0) == "ours"
 
 
 def test_a_5xx_that_our_wrapping_passes_on_is_not_ours() -> None:
