@@ -43,8 +43,8 @@ def paceline(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     [
         (
             ["surf"],
-            "unknown command 'surf'; there are: bench, chat, config, learn, models, record, rl-eval, "
-            "rl-train, serve, top",
+            "unknown command 'surf'; there are: bench, chat, config, keys, learn, models, record, "
+            "rl-eval, rl-train, serve, top",
         ),
         (["serve", "--host", "0.0.0.0"], "listening on 0.0.0.0 needs --api-key"),
         (["serve", "--target", "./nowhere"], "there is no model folder ./nowhere"),
