@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from learner.cutoffs import write_private
+from learner.cutoffs import Oldest, write_private
 from learner.journal import Journal
-from learner.recording import RecordingError, delete_from
+from learner.recording import RecordingError, delete_from, traces_of
 from rlcore.log import get_logger
 from rlcore.records import VerifyTrace
 
@@ -46,6 +46,8 @@ class AtRest:
     def __init__(self, learner_folder: Path, own: Path) -> None:
         self._folder = learner_folder
         self._own = own
+        self._journals: dict[Path, Journal] = {}
+        self._oldest = Oldest()
 
     def purge(self, tenant: str) -> tuple[int, int]:
         """(traces in replays, traces in recordings) that were deleted. Raises OSError."""
@@ -53,28 +55,38 @@ class AtRest:
         def of_tenant(trace: VerifyTrace) -> bool:
             return trace.tenant == tenant
 
-        return self._journals(of_tenant), self._recordings(lambda _: of_tenant)
+        journals = sum(journal.delete(of_tenant) for journal in self._others())
+        return journals, self._recordings(lambda path, _: delete_from(path, of_tenant))
 
     def expire(self, now: float, retention_hours: float) -> tuple[int, int]:
         """The same for what ended longer ago than it may be kept: so many hours in replays, and in
         each recording as many as its recorder was told. ``now``: seconds since the epoch."""
 
-        def older(hours: float) -> Callable[[VerifyTrace], bool]:
-            return lambda trace: trace.ended < now - 3600 * hours
+        def expire(path: Path, hours: float) -> int:
+            before = now - 3600 * hours
+            if not self._oldest.may_be(path, before):
+                return 0
+            deleted = delete_from(path, lambda trace: trace.ended < before)
+            self._oldest.note(path, (trace.ended for trace in traces_of(path)))
+            return deleted
 
-        return self._journals(older(retention_hours)), self._recordings(older)
+        before = now - 3600 * retention_hours
+        journals = sum(journal.expire(before) for journal in self._others())
+        return journals, self._recordings(expire)
 
-    def _journals(self, unwanted: Callable[[VerifyTrace], bool]) -> int:
-        folders = self._folder.glob("*/replay")
-        others = [folder for folder in folders if folder.parent != self._own]
-        return sum(Journal(folder, UNBOUNDED).delete(unwanted) for folder in others)
+    def _others(self) -> list[Journal]:
+        for folder in self._folder.glob("*/replay"):
+            if folder.parent != self._own and folder not in self._journals:
+                self._journals[folder] = Journal(folder, UNBOUNDED)
+        return list(self._journals.values())
 
-    def _recordings(self, unwanted: Callable[[float], Callable[[VerifyTrace], bool]]) -> int:
+    def _recordings(self, work: Callable[[Path, float], int]) -> int:
+        """The sum of what ``work`` gives back for each recording and the hours it may be kept."""
         deleted = 0
         for place in sorted((self._folder / NOTES).glob("*.json")):
             try:
                 note = msgspec.json.decode(place.read_bytes(), type=_Note)
-                deleted += delete_from(Path(note.path), unwanted(note.retention_hours))
+                deleted += work(Path(note.path), note.retention_hours)
             except FileNotFoundError:
                 place.unlink(missing_ok=True)  # its owner has deleted it
             except (msgspec.DecodeError, RecordingError, ValueError) as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -35,6 +37,29 @@ class Cutoffs:
         """Raises RecordError for a trace that was purged before it came."""
         if ended <= self._until.get(tenant, -1.0):
             raise RecordError("purged", f"{tenant!r} was purged after this ended")
+
+
+class Oldest:
+    """When the oldest trace of each file ended, so that a file with nothing old in it is not read again."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[int, int, float]] = {}
+
+    def may_be(self, path: Path, before: float) -> bool:
+        """Whether something in the file may have ended before then. Raises OSError."""
+        size, changed, oldest = self._known.get(path, (-1, -1, 0.0))
+        found = path.stat()
+        return (found.st_size, found.st_mtime_ns) != (size, changed) or oldest < before
+
+    def note(self, path: Path, ended: Iterable[float]) -> None:
+        """When each of the file's traces ended, as it is now; forgets a file that is gone."""
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            self._known.pop(path, None)
+            return
+        oldest = min(ended, default=math.inf)
+        self._known[path] = (found.st_size, found.st_mtime_ns, oldest)
 
 
 def write_private(path: Path, content: bytes) -> None:

@@ -103,7 +103,7 @@ class Intake:
         self.replay.remove(lambda span: span.ended < before)
         if self._journal is None:
             return 0
-        return self._journal.delete(lambda trace: trace.ended < before)
+        return self._journal.expire(before)
 
     @property
     def aux_size(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from learner.cutoffs import sync_folder
+from learner.cutoffs import Oldest, sync_folder
 from learner.framing import owner_only, pack_frames, read_frames
 from rlcore.records import RecordError, VerifyTrace, decode_trace
 from rlcore.transport import Frame
@@ -48,6 +48,7 @@ class Journal:
         self._next = int(segments[-1].stem) + 1 if segments else 0
         self._file: BinaryIO | None = None
         self._bytes = self._messages = 0
+        self._oldest = Oldest()
         self._whole = 0
         """Bytes of the segment in writing that stay when a write fails."""
 
@@ -128,6 +129,24 @@ class Journal:
         self.close()
         segments = self.segments()
         return sum(_delete(s, unwanted, last=s == segments[-1]) for s in segments)
+
+    def expire(self, before: float) -> int:
+        """Delete what ended before then; how many messages, when they are off the disk. Raises OSError."""
+        deleted = 0
+        for segment in self.segments():
+            if not self._oldest.may_be(segment, before):
+                continue
+            ended = [trace.ended for _, trace, _ in _messages(segment)]
+            if any(time < before for time in ended):
+                if segment == self._segment(self._next - 1):
+                    self.close()
+                deleted += _delete(
+                    segment,
+                    lambda trace: trace.ended < before,
+                    last=segment == self.segments()[-1],
+                )
+            self._oldest.note(segment, (time for time in ended if time >= before))
+        return deleted
 
     def read(self) -> Iterator[tuple[VerifyTrace, list[bytes]]]:
         """Every whole message, oldest first: (header, tensor frames)."""

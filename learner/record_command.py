@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -66,7 +67,7 @@ def _record(
     tokens = 0
     report = LearnerReport(pid=os.getpid(), phase="recording")
     next_report = next_log = next_sweep = time.monotonic()
-    cutoffs = Cutoffs(None)
+    cutoffs, oldest = Cutoffs(None), math.inf
 
     def check(trace: VerifyTrace) -> None:
         """All are kept but what was purged; whether they fit is for the learner to judge."""
@@ -92,6 +93,7 @@ def _record(
         taken = bool(arrived)
         for trace, frames in arrived:
             recorder.add(frames)
+            oldest = min(oldest, trace.ended)
             tokens += sum(step.accepted + 1 for step in trace.steps)
         report.received, report.rejected = recorder.records, dict(inbox.rejected)
         now = time.monotonic()
@@ -100,7 +102,7 @@ def _record(
             inbox.tell_all(report)
         if now >= next_sweep:
             next_sweep = now + SWEEP_INTERVAL
-            _expire(recorder, time.time() - 3600 * settings.retention_hours)
+            oldest = _expire(recorder, oldest, time.time() - 3600 * settings.retention_hours)
         if now >= next_log:
             next_log = now + LOG_INTERVAL
             log.info("recorded so far", traces=recorder.records, output_tokens=tokens)
@@ -109,8 +111,12 @@ def _record(
     recorder.close()
 
 
-def _expire(recorder: Recorder, before: float) -> None:
+def _expire(recorder: Recorder, oldest: float, before: float) -> float:
+    """When the oldest trace ended that is left; ``oldest``: the same until now."""
+    if oldest >= before:
+        return oldest
     recorder.delete(lambda trace: trace.ended < before)
+    return before
 
 
 def _purge(recorder: Recorder, cutoffs: Cutoffs, order: Purge) -> Purged:

@@ -144,7 +144,7 @@ def delete_from(path: Path, unwanted: Callable[[VerifyTrace], bool]) -> int:
 
 def _copy_without(path: Path, unwanted: Callable[[VerifyTrace], bool]) -> _Copy | None:
     """Put a copy without those traces in the file's place; None when there are none."""
-    if not any(unwanted(trace) for trace in _traces(path)):
+    if not any(unwanted(trace) for trace in traces_of(path)):
         return None
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
@@ -176,8 +176,8 @@ def _copy_without(path: Path, unwanted: Callable[[VerifyTrace], bool]) -> _Copy 
     return copy
 
 
-def _traces(path: Path) -> Iterator[VerifyTrace]:
-    """Of a recording that need not be whole."""
+def traces_of(path: Path) -> Iterator[VerifyTrace]:
+    """The headers of a recording that need not be whole. Raises OSError, RecordingError, RecordError."""
     with open(path, "rb") as file:
         _read_header(path, file)
         while (frames := read_frames(file)) is not None:

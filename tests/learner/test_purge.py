@@ -23,6 +23,7 @@ from learner.recording import Recorder, Recording, delete_from
 from learner.replay import Replay
 from learner.service import Learner
 from learner.split import HeldoutSplit
+from learner.strata import Bounds, Strata
 from learner.target import Target
 from learner.tenant_share import TenantShare
 from learner.visits import fair_shares
@@ -120,6 +121,24 @@ def test_the_replay_goes_on_as_if_the_tenant_had_never_been(come, seed):
         replay.add(span(f"later{i}", 8, tenant="bc"[i % 2]))
     assert replay.training_tokens + replay.heldout_tokens > 0
     assert training + heldout <= sum(tenant == "a" for tenant, _ in come)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.sampled_from("abc"), max_size=40), st.lists(st.sampled_from("bc"), max_size=40))
+def test_old_spans_that_were_removed_do_not_come_up_when_room_is_needed(before, after):
+    strata = Strata(Bounds(10**9, 60, 20, 0.5), 0)
+    for i, tenant in enumerate(before):
+        strata.add(span(i, 8, tenant=tenant))
+    removed = strata.remove(lambda one: one.tenant == "a")
+    assert len(removed) + len(strata) <= len(before)
+    assert strata.tokens == sum(one.anchors for one in strata.spans())
+    assert strata.nbytes == sum(one.nbytes for one in strata.spans())
+    for i, tenant in enumerate(after):
+        gone = strata.add(span(f"later{i}", 8, tenant=tenant)).gone
+        assert all(one.tenant != "a" for one in gone)
+    assert strata.tokens <= 60 + 6
+    held = {part: sum(strata.tenant_tokens(part).values()) for part in ("recent", "old")}
+    assert sum(held.values()) == strata.tokens
 
 
 def test_a_purged_prompt_is_not_remembered_by_its_hash():
@@ -379,3 +398,26 @@ def test_a_learner_takes_nothing_from_a_peer_without_its_keys(tmp_path):
     finally:
         inbox.close()
         context.destroy(linger=0)
+
+
+def test_a_sweep_reads_no_file_again_that_holds_nothing_old(tmp_path, monkeypatch):
+    journal = Journal(tmp_path / "j", 10**9)
+    for i in range(3):
+        journal.append(message(i, "a", ended=10.0 + i))
+    opened: list[Path] = []
+    real = open
+
+    def counted(path, *args, **kwargs):
+        opened.append(Path(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr("builtins.open", counted)
+    assert [journal.expire(before) for before in (5.0, 5.0, 9.0)] == [0, 0, 0]
+    assert len(opened) == 1
+    journal.append(message(3, "a", ended=13.0))  # into the same segment
+    assert len(journal.segments()) == 1
+    assert journal.expire(11.5) == 2
+    assert journal.expire(11.5) == 0
+    assert [trace.ended for trace, _ in journal.read()] == [12.0, 13.0]
+    journal.append(message(4, "a", ended=14.0))
+    assert [trace.ended for trace, _ in journal.read()] == [12.0, 13.0, 14.0]
