@@ -26,14 +26,14 @@ import secrets
 import tempfile
 import time
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from clients.bench import common
-from clients.bench.fuzz_cases import Tally
-from clients.bench.fuzz_drive import Driver, Target, operations_of
+from clients.bench.fuzz_cases import Tally, Target, operations_of
 from clients.bench.processes import engine_of, tree_memory
 from clients.process import ServerProcess
 
@@ -67,6 +67,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--start-deadline", type=float, default=900.0, metavar="S", help="default: 900")
     add("--json", type=Path, metavar="FILE", help="write everything here")
     args = common.parse(parser, argv)
+    if find_spec("schemathesis") is None:
+        parser.error("this needs schemathesis; pip install -e '.[dev]'")
     for name in ("examples", "minutes", "deadline", "workers", "most"):
         if vars(args)[name] <= 0:
             parser.error(f"--{name} must be above 0")
@@ -102,6 +104,8 @@ def target_of(args: argparse.Namespace, server: ServerProcess | None, key: str |
 
 
 def fuzz(args: argparse.Namespace) -> dict[str, Any]:
+    from clients.bench.fuzz_drive import Driver  # schemathesis is there: parse has looked
+
     facts = common.machine_facts()
     key = args.api_key if args.url else secrets.token_urlsafe(24)
     tally = Tally()

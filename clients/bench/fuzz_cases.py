@@ -1,10 +1,11 @@
-"""What became of each request of the fuzz benchmark, and whose fault it was. Pure: no I/O."""
+"""What is fuzzed, what became of each request, and whose fault that was. Pure: no I/O."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,14 +20,44 @@ AWAY = ("starting", "restarting", "draining", "failed")
 RIGHT, NONE, WRONG = "right", "none", "wrong"
 """The key that a request carried."""
 
+METHODS = ("get", "put", "post", "delete", "options", "head", "patch", "trace")
+
 EXAMPLES = 3
 """Cases kept in full of each kind of failure."""
 
 SLOWEST = 10
 
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)')
-HANDED_ON = "await self.app("
+HANDED_ON = re.compile(r"await [\w.]+\(scope, ")
 """Our wrapping is in every traceback of a request; where it only hands on, the fault is not its."""
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    url: str
+    key: str | None
+    model: str
+    api: dict[str, Any]
+    """Its OpenAPI."""
+    log: Path | None
+    """Where its tracebacks go, if that is known."""
+
+
+def operations_of(
+    api: dict[str, Any], only: Sequence[str] = (), without: Sequence[str] = ()
+) -> list[str]:
+    """Method and path of every operation that contains one of ``only`` and none of ``without``."""
+    names = [
+        f"{method.upper()} {path}"
+        for path, item in api["paths"].items()
+        for method in METHODS
+        if method in item
+    ]
+    return [
+        name
+        for name in names
+        if (not only or any(text in name for text in only))
+        and not any(text in name for text in without)
+    ]
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -45,7 +76,7 @@ class Frame(msgspec.Struct, frozen=True):
     def application(self) -> bool:
         """Ours or vLLM's; frameworks in between are nobody's fault."""
         if self.ours:
-            return not self.code.startswith(HANDED_ON)
+            return HANDED_ON.match(self.code) is None
         return "/site-packages/vllm/" in self.file
 
     def __str__(self) -> str:

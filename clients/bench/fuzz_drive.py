@@ -7,17 +7,13 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import requests
 import schemathesis
 from schemathesis.engine import events, from_schema
 
-from clients.bench.fuzz_cases import NONE, RIGHT, WRONG, Case, Tally, judge, tracebacks
-
-METHODS = ("get", "put", "post", "delete", "options", "head", "patch", "trace")
+from clients.bench.fuzz_cases import NONE, RIGHT, WRONG, Case, Tally, Target, judge, tracebacks
 
 OTHER = "(other)"
 """Stands for a method that the path does not have."""
@@ -55,34 +51,6 @@ LOG_SETTLES_S = 0.3
 
 LOG_READ = 1 << 20
 """Bytes of the log read for one case."""
-
-
-class Target(msgspec.Struct, frozen=True, kw_only=True):
-    url: str
-    key: str | None
-    model: str
-    api: dict[str, Any]
-    """Its OpenAPI."""
-    log: Path | None
-    """Where its tracebacks go, if that is known."""
-
-
-def operations_of(
-    api: dict[str, Any], only: Sequence[str] = (), without: Sequence[str] = ()
-) -> list[str]:
-    """Method and path of every operation that contains one of ``only`` and none of ``without``."""
-    names = [
-        f"{method.upper()} {path}"
-        for path, item in api["paths"].items()
-        for method in METHODS
-        if method in item
-    ]
-    return [
-        name
-        for name in names
-        if (not only or any(text in name for text in only))
-        and not any(text in name for text in without)
-    ]
 
 
 def lower(body: Any, most: int) -> list[str]:

@@ -23,6 +23,7 @@ import math
 import tempfile
 import time
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--start-deadline", type=float, default=900.0, metavar="S", help="default: 900")
     add("--json", type=Path, metavar="FILE", help="write everything measured here")
     args = common.parse(parser, argv)
+    if find_spec("locust") is None:
+        parser.error("this needs locust; pip install -e '.[dev]'")
     for name in ("seconds", "factor", "capacity_seconds", "running", "max_tokens", "deadline"):
         if vars(args)[name] <= 0:
             parser.error(f"--{name.replace('_', '-')} must be above 0")

@@ -10,8 +10,8 @@ from fastapi import FastAPI, Header, HTTPException, Response
 from pydantic import BaseModel
 
 from clients.bench import fuzz
-from clients.bench.fuzz_cases import Case, Frame, Tally, judge, tracebacks
-from clients.bench.fuzz_drive import lower, operations_of
+from clients.bench.fuzz_cases import Case, Frame, Tally, judge, operations_of, tracebacks
+from clients.bench.fuzz_drive import lower
 from tests.clients.stub import running
 
 VLLM = "/x/site-packages/vllm/entrypoints/serving.py"
