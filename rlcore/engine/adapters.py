@@ -71,7 +71,8 @@ class AdapterSlot(StagedSlot[Adapter]):
         self._manager = runner.lora_manager._adapter_manager
         self._longest = config.model_config.max_model_len
         self._whole = config.parallel_config.tensor_parallel_size == 1
-        self._good = Adapter(LoRAModel(POLICY_ID, 1, {}), {})
+        self._good = Adapter(self._manager.create_dummy_lora(POLICY_ID, 1, {}), {})
+        """At first zeros in every layer: vLLM takes no adapter without any."""
 
     def keep(self) -> None:
         """Have it in place: vLLM drops all adapters after it has warmed up."""

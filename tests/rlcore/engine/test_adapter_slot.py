@@ -39,6 +39,7 @@ def a_slot() -> AdapterSlot:
     }
     manager = SimpleNamespace(
         modules=modules,
+        create_dummy_lora=lambda *_: None,
         packed_modules_mapping={
             "qkv_proj": ["q_proj", "k_proj", "v_proj"],
             "gate_up_proj": ["gate_proj", "up_proj"],
