@@ -167,23 +167,26 @@ class Strata:
     def remove(self, unwanted: Callable[[Span], bool]) -> list[tuple[Span, Slice]]:
         """Take the spans for which this holds out for good; each with the part it was in."""
         gone = {key: kept for key, kept in self._kept.items() if unwanted(kept.span)}
-        for name in {kept.span.tenant for kept in gone.values()}:
-            old = self._tenants[name].old
-            old[:] = [entry for entry in old if entry[1] not in gone]
-            heapify(old)
         for key, kept in gone.items():
             del self._kept[key]
-            tenant = self._tenants[kept.span.tenant]
-            tenant.recent.pop(key, None)
-            self._discount(tenant, kept)
+            self._tenants[kept.span.tenant].recent.pop(key, None)
+            self._discount(kept)
+        for name in {kept.span.tenant for kept in gone.values()}:
+            tenant = self._tenants[name]
+            tenant.old = [entry for entry in tenant.old if entry[1] not in gone]
+            heapify(tenant.old)
+            self._drop_if_empty(name)
         return [(kept.span, kept.slice) for kept in gone.values()]
 
-    def _discount(self, tenant: _Tenant, kept: _Kept) -> None:
-        tenant.count(kept, -1)
+    def _discount(self, kept: _Kept) -> None:
+        self._tenants[kept.span.tenant].count(kept, -1)
         self.tokens -= kept.span.anchors
         self.nbytes -= kept.nbytes
+
+    def _drop_if_empty(self, name: str) -> None:
+        tenant = self._tenants[name]
         if not tenant.recent and not tenant.old:
-            self._tenants.pop(kept.span.tenant, None)
+            del self._tenants[name]
 
     def _shrink(self, changes: Changes) -> None:
         bounds = self._bounds
@@ -209,7 +212,8 @@ class Strata:
         tenant = self._tenants[name]
         _, key = heappop(tenant.old)
         kept = self._kept.pop(key)
-        self._discount(tenant, kept)
+        self._discount(kept)
+        self._drop_if_empty(name)
         changes.gone.append(kept.span)
 
     # --- through a restart ---
