@@ -15,7 +15,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from rlcore.engine.frontend import PacelineLLM
+from rlcore.engine.frontend import EngineUnavailable, PacelineLLM
 from rlcore.errors import PacelineError
 from rlcore.records import Sampling
 
@@ -65,7 +65,7 @@ async def sample(
     try:
         async for output in llm.generate(prompt, parameters, name, priority=priority):
             final = output.outputs[0]
-    except (EngineDeadError, EngineGenerateError) as error:
+    except (EngineDeadError, EngineGenerateError, EngineUnavailable) as error:
         raise EngineLost(f"the engine is gone ({type(error).__name__})") from None
     except (VLLMClientError, ValueError) as error:
         raise RequestRefused(f"the engine refused a request: {error}") from None
