@@ -285,6 +285,8 @@ def test_a_recording_that_is_being_written_is_left_to_its_recorder(tmp_path):
     live = recorded(tmp_path / "live", "ab")
     live._file.flush()
     assert delete_from(tmp_path / "live", of("a")) == 0
+    assert live.delete(of("b")) == 1
+    assert delete_from(tmp_path / "live", of("a")) == 0  # the copy in its place is held as well
     live.close()
     assert delete_from(tmp_path / "live", of("a")) == 1
 
