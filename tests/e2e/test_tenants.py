@@ -22,7 +22,7 @@ from tests.conftest import ONE_THREAD, QUICK_LEARNING
 
 pytestmark = pytest.mark.slow
 
-WINDOW = 6
+WINDOW = 10
 """Token ids in a row that are searched for; by chance they are nowhere else."""
 
 FEW = 5
@@ -128,7 +128,9 @@ def wait_for(true: Callable[[], bool], deadline_s: float, what: str) -> None:
         time.sleep(0.5)
 
 
-@pytest.mark.parametrize("ids", [[1, 127, 128, 255, 65535, 65536], list(range(300, 310))])
+@pytest.mark.parametrize(
+    "ids", [[1, 127, 128, 255, 256, 65535, 65536, 9, 8, 7], list(range(300, 310))]
+)
 def test_the_search_finds_every_encoding(tmp_path, ids):
     for i, pattern in enumerate(encodings(ids)):
         folder = tmp_path / str(i)
@@ -185,7 +187,7 @@ def test_a_purge_purges_also_after_a_restart_and_leaves_the_others(tenants: Tena
     assert all(found(home, ids) for ids in carol)
     again = tenants.purge("boss", "alice").json()["deleted"]
     assert set(again.values()) == {0}
-    later = tenants.ask("alice", "The amber harbour, later:")
+    later = tenants.ask("alice", "Another page altogether, written when the house was empty again:")
     wait_for(lambda: bool(found(home, later)), 120, "what came after the purge")
     tenants.server.stop()
     assert [found(home, ids) for ids in alice] == [[]] * 6
@@ -202,8 +204,14 @@ def test_a_purge_purges_also_after_a_restart_and_leaves_the_others(tenants: Tena
 
 def test_of_fifty_at_once_exactly_as_many_pass_as_the_quota_says(tenants: Tenants) -> None:
     body = {"model": tenants.model, "prompt": "x", "max_tokens": 2}
-    with ThreadPoolExecutor(50) as pool:
-        answers = list(pool.map(lambda _: tenants.post("few", "/v1/completions", body), range(50)))
+    headers = {"authorization": "Bearer few"}
+    limits = httpx.Limits(max_connections=50)
+    with (
+        httpx.Client(headers=headers, timeout=120, limits=limits, trust_env=False) as client,
+        ThreadPoolExecutor(50) as pool,
+    ):
+        url = f"{tenants.server.url}/v1/completions"
+        answers = list(pool.map(lambda _: client.post(url, json=body), range(50)))
     codes = [answer.status_code for answer in answers]
     refused = next(answer for answer in answers if answer.status_code == 429)
     assert 1 <= int(refused.headers["retry-after"]) <= 60
@@ -213,7 +221,7 @@ def test_of_fifty_at_once_exactly_as_many_pass_as_the_quota_says(tenants: Tenant
 
 
 def test_streamed_tokens_are_charged_as_they_are_counted(tenants: Tenants) -> None:
-    body = {"model": tenants.model, "prompt": "x", "max_tokens": 300, "ignore_eos": True}
+    body = {"model": tenants.model, "prompt": "x", "max_tokens": 350, "ignore_eos": True}
     stream = body | {"stream": True, "stream_options": {"include_usage": True}}
     first = tenants.post("tight", "/v1/completions", stream)
     assert first.status_code == 200
@@ -227,7 +235,7 @@ def test_streamed_tokens_are_charged_as_they_are_counted(tenants: Tenants) -> No
 
 
 def long_prompt(number: int) -> str:
-    words = [f"item {number * 1000 + i} stands on shelf {i * 7 % 97}," for i in range(125)]
+    words = [f"item {number * 1000 + i} stands on shelf {i * 7 % 97}," for i in range(95)]
     return " ".join(words)
 
 
