@@ -90,7 +90,7 @@ async def serve(
         target_id=drafts.target_id,
         speculative_tokens=settings.speculative_tokens,
         gate=gate,
-        started=time.time(),
+        started=time.monotonic(),
         ready=lambda: front.ready,
         engine_restarts=lambda: keeper.restarts,
         refused=front.refused,

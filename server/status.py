@@ -34,6 +34,7 @@ class ServerState:
     target_id: str
     speculative_tokens: int
     started: float
+    """Seconds, of a clock that never goes back."""
     gate: Gate = field(default_factory=Gate)
     quotas: Quotas = field(default_factory=Quotas)
     engine_restarts: Callable[[], int] = lambda: 0
@@ -90,7 +91,7 @@ def tenant_status(state: ServerState) -> dict[str, Any]:
             "method": drafts.method,
             "speculative_tokens": state.speculative_tokens,
         },
-        "uptime_s": time.time() - state.started,
+        "uptime_s": time.monotonic() - state.started,
     }
 
 
@@ -150,5 +151,5 @@ def status(state: ServerState) -> dict[str, Any]:
             if drafts.history.rollbacks()
             else None,
         },
-        "uptime_s": time.time() - state.started,
+        "uptime_s": time.monotonic() - state.started,
     }
