@@ -151,7 +151,7 @@ class StandIn:
         gate = Gate(api_key=self._key)
         state = ServerState(
             drafts=drafts, engine_link=link, learner_link=learner, policy=policy, target_id=TARGET,
-            speculative_tokens=MOST_DRAFTS, started=time.time(), served=self.traffic.served,
+            speculative_tokens=MOST_DRAFTS, started=time.monotonic(), served=self.traffic.served,
         )  # fmt: skip
         feed = self.feed = Feed(state)
         self._relive(link, learner)
