@@ -26,8 +26,12 @@ from rlcore.records import (
     EngineReport,
     FetchDraft,
     FetchTarget,
+    ForgetTenant,
     Hello,
     LearnerReport,
+    Purge,
+    PurgeCounts,
+    Purged,
     RecordError,
     RequestEnd,
     Retreat,
@@ -46,7 +50,7 @@ from rlcore.records import (
 )
 
 MESSAGES = {
-    decode_engine_message: (EngineReport, SpeculationReport, RequestEnd, CoresSpared),
+    decode_engine_message: (EngineReport, SpeculationReport, RequestEnd, CoresSpared, ForgetTenant),
     decode_learner_message: (
         Hello,
         LearnerReport,
@@ -57,6 +61,8 @@ MESSAGES = {
         Verdict,
         FetchTarget,
         TargetTensors,
+        Purge,
+        Purged,
     ),
 }
 
@@ -92,12 +98,20 @@ messages = {
         unknown_seconds=st.floats(0, 1e9), running=counts, waiting=counts,
     ),
     RequestEnd: st.builds(
-        RequestEnd, request_id=names, output_tokens=counts, tenant=names, learn=st.booleans()
+        RequestEnd, request_id=names, output_tokens=counts, tenant=names, learn=st.booleans(),
+        ended=st.floats(0, 1e10),
     ),
+    ForgetTenant: st.builds(ForgetTenant, tenant=names),
     CoresSpared: st.builds(CoresSpared, cores=counts),
     Hello: st.builds(
         Hello, target_id=names, target_version=integers, method=names, speculative_tokens=integers,
         live_version=integers, last_version=integers,
+        replay_shares=st.dictionaries(names, st.floats(0.01, 1), max_size=3),
+    ),
+    Purge: st.builds(Purge, purge_id=names, tenant=names, until=st.floats(0, 1e10)),
+    Purged: st.builds(
+        Purged, purge_id=names, error=st.none() | names,
+        deleted=st.builds(PurgeCounts, counts, counts, counts, counts),
     ),
     LearnerReport: st.builds(
         LearnerReport, pid=integers, phase=names, received=integers, rejected=tables,
