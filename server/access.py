@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.keyring import KeyRing
 from server.keys import DEFAULT_TENANT, TENANT_PATTERN, KeyEntry, Role, TenantRules
+from server.own_machine import stranger
 from server.quotas import Lease, Quotas, Refusal, retry_after
 
 TENANT_HEADER = b"x-paceline-tenant"
@@ -213,16 +214,24 @@ def _below(path: str, roots: tuple[str, ...]) -> bool:
 class Access:
     """Lets a request through with its identity and its lease, or answers 401, 403 or 429 itself."""
 
-    def __init__(self, app: ASGIApp, gate: Gate, quotas: Quotas) -> None:
+    def __init__(
+        self, app: ASGIApp, gate: Gate, quotas: Quotas, refused: dict[str, int] | None = None
+    ) -> None:
+        """``refused`` counts what is answered here, by code."""
         self.app = app
         self.gate = gate
         self.quotas = quotas
+        self.refused = {} if refused is None else refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
+        elsewhere = None if self.gate.guarded else stranger(dict(scope["headers"]))
+        if elsewhere is not None:
+            await self._refuse(scope, send, 403, "not_this_machine", elsewhere)
+            return
         if _is_open(scope):
             state[STATE_IDENTITY] = Identity(DEFAULT_TENANT)
             await self.app(scope, receive, send)
@@ -230,18 +239,18 @@ class Access:
         try:
             identity = self.gate.identify(scope)
         except ValueError as error:
-            await _refuse(scope, send, 400, "invalid_header", str(error))
+            await self._refuse(scope, send, 400, "invalid_header", str(error))
             return
         except PermissionError as error:
-            await _refuse(scope, send, 403, "wrong_tenant", str(error))
+            await self._refuse(scope, send, 403, "wrong_tenant", str(error))
             return
         if identity is None:
             message = "Missing, wrong or expired API key. Send 'Authorization: Bearer KEY'."
             headers = [(b"www-authenticate", b"Bearer")]
-            await _refuse(scope, send, 401, "invalid_api_key", message, headers)
+            await self._refuse(scope, send, 401, "invalid_api_key", message, headers)
             return
         if not _reaches(identity, scope["path"]):
-            await _refuse(scope, send, 403, "forbidden", "This route needs an admin key.")
+            await self._refuse(scope, send, 403, "forbidden", "This route needs an admin key.")
             return
         state[STATE_IDENTITY] = identity
         if not _counts(scope):
@@ -257,13 +266,25 @@ class Access:
         lease = self.quotas.admit(identity.tenant, identity.rules, tokens, time.monotonic())
         if isinstance(lease, Refusal):
             headers = [(b"retry-after", retry_after(lease.retry_after_s).encode())]
-            await _refuse(scope, send, 429, "rate_limit_exceeded", lease.message, headers)
+            await self._refuse(scope, send, 429, "rate_limit_exceeded", lease.message, headers)
             return
         scope["state"][STATE_LEASE] = lease
         try:
             await self.app(scope, receive, send)
         finally:
             lease.release()
+
+    async def _refuse(
+        self,
+        scope: Scope,
+        send: Send,
+        status: int,
+        code: str,
+        message: str,
+        headers: list[tuple[bytes, bytes]] | None = None,
+    ) -> None:
+        self.refused[code] = self.refused.get(code, 0) + 1
+        await _answer(scope, send, status, code, message, headers or [])
 
 
 def lease_of(scope: Scope) -> Lease | None:
@@ -335,13 +356,13 @@ async def _read(receive: Receive) -> tuple[bytes, Receive]:
     return body, again
 
 
-async def _refuse(
+async def _answer(
     scope: Scope,
     send: Send,
     status: int,
     code: str,
     message: str,
-    headers: list[tuple[bytes, bytes]] | None = None,
+    headers: list[tuple[bytes, bytes]],
 ) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1013 if status == 429 else 1008})
@@ -354,6 +375,6 @@ async def _refuse(
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
     ]
-    start = {"type": "http.response.start", "status": status, "headers": fixed + (headers or [])}
+    start = {"type": "http.response.start", "status": status, "headers": fixed + headers}
     await send(start)
     await send({"type": "http.response.body", "body": body})

@@ -103,7 +103,9 @@ class Inner:
         # vLLM has built the middleware stack already, so ours goes around it.
         stack = app.middleware_stack or app.build_middleware_stack()
         stack = DraftAccount(stack, self._state.drafts, self._state.policy, acceptance_of)
-        app.middleware_stack = Access(stack, self._state.gate, self._state.quotas)
+        app.middleware_stack = Access(
+            stack, self._state.gate, self._state.quotas, self._front.refused
+        )
         return app
 
     async def _log_stats(self) -> None:
