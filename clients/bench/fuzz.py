@@ -4,14 +4,15 @@ A 5xx of ours, a request without an answer, one that takes longer than --deadlin
 served without the key are failures; a 5xx of vLLM's own is listed with its case. Without --url it starts
 a server of its own, with a key: three requests in four carry it, the others none or a wrong one.
 
-What is changed before a request is sent, so that most of them come past the first check and none takes
-minutes on a CPU: the model's name is put into three requests of four; some requests get our headers;
-how many answers are asked for (n, best_of and the like) is lowered to at most --most. max_tokens is sent
-as it was drawn: the server itself is told to end answers after --most tokens (max_new_tokens).
+What is changed before a request is sent, so that many of them come past the first check and none takes
+minutes on a CPU: the model's name is put into three bodies of four, two of four keep only a few of their
+optional fields, one of four gets a plain prompt; some requests get our headers; how many answers are asked
+for (n, best_of and the like) is lowered to at most --most. max_tokens is sent as it was drawn: the server
+itself is told to end answers after --most tokens (max_new_tokens).
 
 The JSON holds, beside the machine and the options:
   cases, problems   how many in all, and by what was wrong
-  routes            of each route: cases, answers by status, its slowest case
+  routes            of each route: cases, answers by status, its slowest case, the commonest refusals
   failures          each kind with its count and up to three cases in full
   slowest           the ten slowest cases
   memory            of the server's process tree, before and after, in bytes
@@ -59,7 +60,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--examples", type=int, default=200, help="drawn of each route and kind (default: 200)")
     add("--minutes", type=float, default=18.0, help="end after so long (default: 18)")
     add("--deadline", type=float, default=60.0, metavar="S", help="of a request (default: 60)")
-    add("--workers", type=int, default=4, help="requests at a time (default: 4)")
     add("--most", type=int, default=8, help="tokens and answers of a request (default: 8)")
     add("--seed", type=int, default=0, help="default: 0")
     add("--only", nargs="+", default=[], metavar="TEXT", help="routes that contain one of these")
@@ -69,7 +69,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = common.parse(parser, argv)
     if find_spec("schemathesis") is None:
         parser.error("this needs schemathesis; pip install -e '.[dev]'")
-    for name in ("examples", "minutes", "deadline", "workers", "most"):
+    for name in ("examples", "minutes", "deadline", "most"):
         if vars(args)[name] <= 0:
             parser.error(f"--{name} must be above 0")
     return args

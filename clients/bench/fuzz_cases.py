@@ -27,6 +27,9 @@ EXAMPLES = 3
 
 SLOWEST = 10
 
+REFUSALS = 6
+"""Reasons listed of each route."""
+
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)')
 HANDED_ON = re.compile(r"await [\w.]+\(scope, ")
 """Our wrapping is in every traceback of a request; where it only hands on, the fault is not its."""
@@ -163,8 +166,17 @@ def code_of(response: str) -> object:
 def signature(case: Case) -> tuple[str, str, int | None, str]:
     """Cases with one signature are one failure."""
     blamed = [str(frame) for frames in case.tracebacks if (frame := culprit(frames)) is not None]
-    words = blamed[-1] if blamed else re.sub(r"[\d.]+|'[^']*'", "*", case.response)[:80]
+    words = blamed[-1] if blamed else words_of(case.response)
     return (case.problem or "", case.route, case.status, words)
+
+
+def words_of(response: str) -> str:
+    """The beginning of an error, without what differs from case to case."""
+    try:
+        words = msgspec.json.decode(response)["error"]["message"]
+    except (msgspec.DecodeError, LookupError, TypeError):
+        words = response
+    return re.sub(r"[\d.]+|'[^']*'", "*", str(words))[:120]
 
 
 class Tally:
@@ -179,6 +191,7 @@ class Tally:
         self._failures: dict[tuple[str, str, int | None, str], list[Case]] = {}
         self._counts: Counter[tuple[str, str, int | None, str]] = Counter()
         self._slowest_of: dict[str, float] = {}
+        self._refusals: dict[str, Counter[str]] = {}
 
     def add(self, case: Case) -> None:
         self.cases += 1
@@ -190,6 +203,8 @@ class Tally:
         self.slowest = sorted(
             [*self.slowest, (case.seconds, case.route, case.status)], key=lambda s: -s[0]
         )[:SLOWEST]
+        if case.status in (400, 422):
+            self._refusals.setdefault(case.route, Counter())[words_of(case.response)] += 1
         if case.problem is not None:
             kind = signature(case)
             self._counts[kind] += 1
@@ -227,6 +242,7 @@ class Tally:
                 "cases": counts.total(),
                 "statuses": dict(sorted(counts.items())),
                 "slowest_s": self._slowest_of[route],
+                "refusals": dict(self._refusals.get(route, Counter()).most_common(REFUSALS)),
             }
             for route, counts in sorted(self.statuses.items())
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import random
 import threading
 import time
 from collections.abc import Sequence
@@ -22,17 +23,35 @@ COUNTS = ("n", "best_of", "num_beams", "beam_width", "max_tool_calls")
 """Body fields that multiply the work of one request."""
 
 HEADERS: tuple[dict[str, str], ...] = (
-    {},
     {"x-paceline-usage": "true"},
+    {},
     {"x-paceline-usage": "true", "x-paceline-policy-versions": "1", "x-paceline-tenant": "fuzz"},
     {},
     {"x-paceline-learn": "false"},
+    {},
     {"x-paceline-learn": "perhaps"},
+    {},
+    {"x-paceline-usage": "TRUE"},
+    {},
     {"x-paceline-tenant": "a b"},
-    {"x-paceline-usage": "TRUE", "x-paceline-tenant": "x" * 65},
-    {"x-paceline-usage": "no"},
+    {},
+    {"x-paceline-usage": "no", "x-paceline-learn": "1"},
+    {},
+    {"x-paceline-tenant": "x" * 65},
+    {},
+    {},
 )
-"""In turn; vLLM's OpenAPI does not know of them. An odd number, so that each meets every key."""
+"""In turn; vLLM's OpenAPI does not know of them. As many as meet every key and every kind of body."""
+
+PLAIN: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Name a colour."}],
+    "prompt": "Once upon a time",
+    "input": "Name a colour.",
+}
+"""In the place of a drawn prompt, so that the other fields are reached."""
+
+FEW = 4
+"""Optional fields left in a thinned body: with all forty of them, one is always refused."""
 
 KEYS = (RIGHT, RIGHT, NONE, RIGHT, RIGHT, WRONG, RIGHT, RIGHT)
 """In turn, where the server has a key."""
@@ -65,6 +84,23 @@ def lower(body: Any, most: int) -> list[str]:
     return capped
 
 
+def required_fields(api: dict[str, Any]) -> dict[str, list[str]]:
+    """Of the JSON body of each path's POST, where its schema is an object of the components."""
+    found = {}
+    for path, item in api["paths"].items():
+        content = item.get("post", {}).get("requestBody", {}).get("content", {})
+        name = content.get("application/json", {}).get("schema", {}).get("$ref", "").split("/")[-1]
+        found[path] = api.get("components", {}).get("schemas", {}).get(name, {}).get("required", [])
+    return found
+
+
+def thin(body: dict[str, Any], required: Sequence[str], draw: random.Random) -> None:
+    """Leaves in place the required fields, the prompt, and a few others."""
+    optional = sorted(set(body) - set(required) - set(PLAIN) - {"model"})
+    for name in draw.sample(optional, max(0, len(optional) - FEW)):
+        del body[name]
+
+
 class Driver:
     """Sends what schemathesis draws; every case ends up in the tally, judged."""
 
@@ -75,6 +111,7 @@ class Driver:
         self._args = args
         self._tally = tally
         self._open = open_paths
+        self._required = required_fields(target.api)
         self._turn = itertools.count()
         self._lock = threading.Lock()
         self._begun: dict[str, tuple[float, int, str, list[str]]] = {}
@@ -105,7 +142,6 @@ class Driver:
             {
                 "seed": args.seed,
                 "base-url": self._target.url,
-                "workers": args.workers,
                 "request-timeout": args.deadline,
                 "max-stream-events": EVENTS[path.endswith(ENDLESS)],
                 "continue-on-failure": True,
@@ -138,8 +174,8 @@ class Driver:
     def _before(self, case: Any) -> None:
         turn = next(self._turn)
         capped = lower(case.body, self._args.most)
-        if turn % 4 and isinstance(case.body, dict) and "model" in case.body:
-            case.body["model"] = self._target.model
+        if isinstance(case.body, dict):
+            self._make_plausible(case.body, case.operation, turn)
         kind = KEYS[turn % len(KEYS)] if self._target.key else RIGHT
         headers = dict(HEADERS[turn % len(HEADERS)])
         if kind == RIGHT and self._target.key:
@@ -150,6 +186,19 @@ class Driver:
             case.headers = {**(case.headers or {}), **headers}
         with self._lock:
             self._begun[case.id] = (time.monotonic(), self._log_size(), kind, capped)
+
+    def _make_plausible(self, body: dict[str, Any], operation: Any, turn: int) -> None:
+        """One body in four stays as it was drawn, one gets the model's name, two are thinned besides, and
+        one of them gets a plain prompt."""
+        kind = turn % 4
+        if kind and "model" in body:
+            body["model"] = self._target.model
+        if kind in (1, 2):
+            thin(body, self._required.get(operation.path, ()), random.Random(turn))
+        if kind == 1:
+            batch = operation.path.endswith("/batch")
+            for name in set(PLAIN) & set(body):
+                body[name] = [PLAIN[name]] if batch else PLAIN[name]
 
     def _note(
         self, case: Any, request: requests.PreparedRequest, status: int | None, content: bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from typing import Any
 
@@ -11,7 +12,7 @@ from pydantic import BaseModel
 
 from clients.bench import fuzz
 from clients.bench.fuzz_cases import Case, Frame, Tally, judge, operations_of, tracebacks
-from clients.bench.fuzz_drive import lower
+from clients.bench.fuzz_drive import FEW, lower, thin
 from tests.clients.stub import running
 
 VLLM = "/x/site-packages/vllm/entrypoints/serving.py"
@@ -90,6 +91,23 @@ def test_only_what_multiplies_work_is_lowered() -> None:
     assert lower(body, 8) == ["n"]
     assert body == {"n": 8, "best_of": 3, "max_tokens": 10**6, "n_is": "x"}
     assert lower([1], 8) == lower({"n": "many"}, 8) == lower({"n": True}, 8) == []
+
+
+def test_a_thinned_body_keeps_what_is_required_and_the_prompt() -> None:
+    body = {"model": "m", "prompt": "p", "must": 1, **{f"may{i}": i for i in range(20)}}
+    thin(body, ["must"], random.Random(0))
+    assert {"model", "prompt", "must"} < set(body)
+    assert len(body) == 3 + FEW
+    few = {"must": 1, "may": 2}
+    thin(few, ["must"], random.Random(0))
+    assert few == {"must": 1, "may": 2}
+
+
+def test_refusals_are_counted_by_their_words() -> None:
+    tally = Tally()
+    for i in range(3):
+        tally.add(case(status=400, response=f'{{"error": {{"message": "n is {i}"}}}}'))
+    assert tally.routes()["POST /v1/completions"]["refusals"] == {"n is *": 3}
 
 
 def test_operations_are_chosen_by_what_they_contain() -> None:
