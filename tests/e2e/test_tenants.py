@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,9 +118,12 @@ def found(home: Path, ids: list[int]) -> list[Path]:
 
 
 def contents(home: Path) -> Iterator[tuple[Path, bytes]]:
-    for path in home.rglob("*"):
-        if path.is_file() and not path.is_symlink():
-            yield path, path.read_bytes()
+    """Of every file; the learner replaces some of them meanwhile."""
+    for folder, _, names in os.walk(home):
+        for path in (Path(folder) / name for name in names):
+            if path.is_file() and not path.is_symlink():
+                with suppress(FileNotFoundError):
+                    yield path, path.read_bytes()
 
 
 def wait_for(true: Callable[[], bool], deadline_s: float, what: str) -> None:
