@@ -34,7 +34,7 @@ from typing import Any
 import httpx
 
 from clients.bench import common
-from clients.bench.fuzz_cases import Tally, Target, operations_of
+from clients.bench.fuzz_cases import Tally, Target, operations_of, with_bodies
 from clients.bench.processes import engine_of, tree_memory
 from clients.process import ServerProcess
 
@@ -100,7 +100,8 @@ def target_of(args: argparse.Namespace, server: ServerProcess | None, key: str |
     except httpx.HTTPError as error:
         raise common.BenchError(f"{url} does not answer as it should: {error}") from None
     log = args.log if server is None else server.log
-    return Target(url=url, key=key, model=models["data"][0]["id"], api=api, log=log)
+    model = models["data"][0]["id"]
+    return Target(url=url, key=key, model=model, api=with_bodies(api), log=log)
 
 
 def fuzz(args: argparse.Namespace) -> dict[str, Any]:

@@ -45,6 +45,27 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """Where its tracebacks go, if that is known."""
 
 
+def with_bodies(api: dict[str, Any]) -> dict[str, Any]:
+    """Adds the bodies that vLLM's routes take without telling so, where those routes are there."""
+    told = json_body({"$ref": "#/components/schemas/CompletionRequest"})
+    size = {"type": "integer", "minimum": 1, "maximum": 16}
+    scale = {
+        "type": "object",
+        "properties": {"new_data_parallel_size": size},
+        "required": ["new_data_parallel_size"],
+    }
+    bodies = {"/invocations": told, "/scale_elastic_ep": json_body(scale)}
+    paths = dict(api["paths"])
+    for path, body in bodies.items():
+        if "post" in paths.get(path, {}):
+            paths[path] = {**paths[path], "post": {"requestBody": body, **paths[path]["post"]}}
+    return {**api, "paths": paths}
+
+
+def json_body(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"required": True, "content": {"application/json": {"schema": schema}}}
+
+
 def operations_of(
     api: dict[str, Any], only: Sequence[str] = (), without: Sequence[str] = ()
 ) -> list[str]:

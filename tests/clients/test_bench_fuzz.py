@@ -11,7 +11,15 @@ from fastapi import FastAPI, Header, HTTPException, Response
 from pydantic import BaseModel
 
 from clients.bench import fuzz
-from clients.bench.fuzz_cases import Case, Frame, Tally, judge, operations_of, tracebacks
+from clients.bench.fuzz_cases import (
+    Case,
+    Frame,
+    Tally,
+    judge,
+    operations_of,
+    tracebacks,
+    with_bodies,
+)
 from clients.bench.fuzz_drive import FEW, lower, thin
 from tests.clients.stub import running
 
@@ -114,6 +122,14 @@ def test_operations_are_chosen_by_what_they_contain() -> None:
     api = {"paths": {"/a": {"get": {}, "post": {}}, "/b": {"get": {}, "summary": "x"}}}
     assert operations_of(api) == ["GET /a", "POST /a", "GET /b"]
     assert operations_of(api, only=["/a"], without=["POST"]) == ["GET /a"]
+
+
+def test_routes_that_hide_their_body_get_one_and_others_stay() -> None:
+    api = {"paths": {"/invocations": {"post": {"summary": "x"}}, "/a": {"post": {}}}}
+    found = with_bodies(api)["paths"]
+    assert found["/invocations"]["post"]["requestBody"]["required"]
+    assert found["/a"] == {"post": {}}
+    assert "/scale_elastic_ep" not in found
 
 
 class Order(BaseModel):
