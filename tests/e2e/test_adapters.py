@@ -132,6 +132,7 @@ def test_each_request_has_its_adapter_and_a_policy_that_is_one_is_exchanged_or_l
         offline.rpc("test_adapters"),
         offline.generate([SHARED], [GREEDY]),
         offline.generate([SHARED] * 3, [GREEDY] * 3, adapters=[named, None, other]),
+        offline.rpc("test_drafts"),  # those of all that; what follows is compared with ``before``
     ]
     for stage in ADAPTER_STAGES:
         actions += [offline.rpc("test_fail_policy_at", stage), offline.policy(first, 1), *LOOK]
@@ -160,6 +161,7 @@ def test_each_request_has_its_adapter_and_a_policy_that_is_one_is_exchanged_or_l
     for i, adapter in enumerate([named, None, other]):
         oracles[adapter].check_greedy(SHARED, answer, i)
 
+    next(take)
     for stage in ADAPTER_STAGES:
         next(take)
         report = next(take)
