@@ -293,10 +293,10 @@ def test_another_tenants_warm_prompt_is_as_slow_as_a_cold_one(tenants: Tenants) 
           [round(1000 * m) for m in medians], f"prompt of {length} tokens")  # fmt: skip
     assert medians[1] < 0.6 * medians[0]
     assert 0.75 < medians[2] / medians[3] < 1.33
-    # Of two samples that do not differ, the rank sum is beyond this once in 100 times (n = m = 8).
+    # Of two samples that do not differ, the rank sum is beyond this once in 1,500 times (n = m = 8).
     ranks = sorted([*((x, "other") for x in other), *((x, "cold") for x in cold_again)])
     total = sum(rank for rank, (_, name) in enumerate(ranks, 1) if name == "other")
-    assert 43 <= total <= 93, total
+    assert 38 <= total <= 98, total
 
 
 ROUTES: dict[str, Callable[[str, str], dict[str, Any]]] = {
