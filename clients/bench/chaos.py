@@ -36,9 +36,10 @@ from clients.process import ServerProcess
 
 FLAGS = [
     "--max-model-len", "512", "--learning.checkpoint-interval-s", "2",
-    "--learning.publish-interval-s", "600",
+    "--learning.gate-tokens", "1000000000",
 ]  # fmt: skip
-"""A checkpoint soon after each update; no version of the learner's own beside those that are tried."""
+"""A checkpoint soon after each update; the learner judges no version of its own, so that what is live is
+what was put there."""
 
 MEGABYTES = 192
 """Of each small disk: room for the first draft and a checkpoint, and little more."""
