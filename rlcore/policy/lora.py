@@ -88,12 +88,12 @@ def adapter_config(model: nn.Module, lora: Lora, base: Path) -> dict[str, Any]:
 
 def merged_weights(model: nn.Module) -> dict[str, Tensor]:
     """The whole model's parameters with what the factors add, by their Hugging Face names."""
-    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora import Linear
 
     added = {
         f"{name}.base_layer.weight": layer.get_delta_weight(_NAME)
         for name, layer in model.named_modules()
-        if isinstance(layer, LoraLayer)
+        if isinstance(layer, Linear)
     }
     merged = {}
     for name, parameter in model.named_parameters():

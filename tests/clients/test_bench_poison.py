@@ -15,7 +15,7 @@ from clients.bench.poison import POISON, main, measure, nonsense, parse, tenants
 from clients.load import RequestRecord
 from clients.workload import Prompt
 from rlcore.records import AcceptanceCount
-from server.middleware import TENANT_NAME
+from server.access import TENANT_NAME
 from tests.clients.stub import Stub, running
 
 
