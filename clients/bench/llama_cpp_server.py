@@ -18,7 +18,7 @@ EAGLE3 = common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3
 def parameters(args: argparse.Namespace) -> CommonParams:
     params = CommonParams()
     params.model.path = args.model
-    params.hostname, params.port = "127.0.0.1", args.port
+    params.hostnames, params.port = ["127.0.0.1"], args.port
     params.n_parallel = args.slots
     params.n_ctx = args.slots * args.context
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = args.threads
