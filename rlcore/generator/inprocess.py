@@ -37,6 +37,9 @@ FIRST_VERSION = 0
 STATUS_DEADLINE = 60.0
 """Seconds for the engine's counts: it answers between two steps."""
 
+LOOK_INTERVAL = 0.5
+"""Seconds between two looks at whether the engine lives."""
+
 
 class InProcessGenerator:
     """``start`` once, ``close`` in the end."""
@@ -50,6 +53,7 @@ class InProcessGenerator:
         self._names = itertools.count()
         self._publishing = asyncio.Lock()
         self._llm: PacelineLLM | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._target_id = ""
         self._draft_version = -1
         self._policy_version = FIRST_VERSION
@@ -65,7 +69,15 @@ class InProcessGenerator:
             raise GeneratorError(
                 f"the engine did not start: {reason} (its own words are above)"
             ) from None
+        self._watching = asyncio.create_task(self._watch(self._llm))
         await self._llm.update_weight_version(str(FIRST_VERSION))
+
+    async def _watch(self, llm: PacelineLLM) -> None:
+        """Whoever waits for an answer of an engine that has died is told so, for as long as it is held."""
+        while True:
+            if llm.errored:
+                llm.fail_calls()
+            await asyncio.sleep(LOOK_INTERVAL)
 
     def _engine(self, threads: int | None) -> PacelineLLM:
         from rlcore.engine.launch import engine_arguments, prepare_environment, start_engine
@@ -181,6 +193,8 @@ class InProcessGenerator:
     async def close(self) -> None:
         if self._llm is not None:
             llm, self._llm = self._llm, None
+            if self._watching is not None:
+                self._watching.cancel()
             await asyncio.to_thread(llm.shutdown)
 
     def _lost(self, error: Exception) -> GeneratorError:

@@ -122,6 +122,7 @@ class Troubles:
     lost_before: tuple[bool, bool] = (True, False)
     """Whether it was known to be lost before it was killed, and after."""
     killed: Any = None
+    unpublished: Any = None
     again: Any = None
 
 
@@ -147,14 +148,20 @@ async def put_through(generator: InProcessGenerator, first: Completion) -> Troub
     return Troubles(aborted, late, too_long, left_over, before, then, first)
 
 
-async def kill(place: InProcess, generator: InProcessGenerator, troubles: Troubles) -> None:
+async def kill(
+    place: InProcess, generator: InProcessGenerator, troubles: Troubles, policies: list[Path]
+) -> None:
     going = asyncio.create_task(generator.complete(PROMPTS[1], Sampling(), LONG))
     await asyncio.sleep(0.1)
     before = await place.lost()
+    publishing = asyncio.create_task(generator.publish(3, policies[1], digest(policies[1])))
+    await asyncio.sleep(0)
     manager = generator.llm.engine_core.resources.engine_manager
     for process in manager.processes:
         process.kill()
     troubles.killed = await refusal(going)
+    async with asyncio.timeout(60):
+        troubles.unpublished = await refusal(publishing)
     async with asyncio.timeout(60):
         while not await place.lost():
             await asyncio.sleep(0.1)
@@ -182,7 +189,7 @@ def seen_inside(policies, tmp_path_factory) -> tuple[Look, Troubles]:
     async def do(generator: Any) -> tuple[Look, Troubles]:
         seen = await look(generator, policies)
         troubles = await put_through(generator, seen.before[0])
-        await kill(place, generator, troubles)
+        await kill(place, generator, troubles, policies)
         return seen, troubles
 
     found: tuple[Look, Troubles] = at(place, do)
@@ -267,5 +274,6 @@ def test_aborts_deadlines_and_bad_requests_leave_an_engine_that_works(troubles):
 def test_a_killed_engine_is_known_to_be_lost_and_comes_back(troubles):
     assert troubles.lost_before == (False, True)
     assert troubles.killed.gone
+    assert troubles.unpublished.gone
     assert troubles.again.token_ids == troubles.first.token_ids
     assert troubles.again.policy_versions == [0] * len(troubles.again.token_ids)
