@@ -38,6 +38,8 @@ def embedded_gguf() -> Path:
 class LlamaCppServer(ServerProcess):
     """``draft``: None, ``ngram``, or an EAGLE-3 head as a GGUF file."""
 
+    ready_path = "/health"  # 503 there until the model is loaded
+
     def __init__(
         self,
         home: Path,
