@@ -36,7 +36,7 @@ class Target:
 
     def __init__(self, template: str | None = CHATML, how: str = "well") -> None:
         self.app = FastAPI()
-        self.app.get("/health")(lambda: "")
+        self.app.get("/ready")(lambda: "")
         self.app.get("/v1/models")(self.models)
         self.app.post("/tokenize", response_model=None)(self.tokenize)
         self.app.post("/detokenize")(self.detokenize)
