@@ -158,7 +158,7 @@ def test_a_client_that_does_not_read_is_left_and_the_others_go_on(server: StandI
     host, port = server.url.removeprefix("http://").split(":")
     slow = socket.create_connection((host, int(port)))
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    slow.sendall(b"GET /v1/paceline/feed HTTP/1.1\r\nHost: x\r\n\r\n")
+    slow.sendall(b"GET /v1/paceline/feed HTTP/1.1\r\nHost: localhost\r\n\r\n")
     wait_for(lambda: server.feed.subscribers == 1)
     dropped = server.feed.dropped
 

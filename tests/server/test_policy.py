@@ -160,7 +160,7 @@ def test_without_a_key_only_this_machine_changes_the_policy(client, guarded, sta
     app.state.paceline = type("State", (), {"policy": policy})
     app = Access(app, Gate(api_key="key" if guarded else None), Quotas())
     headers = {"authorization": "Bearer key"} if guarded else {}
-    http = TestClient(app, client=(client, 5), headers=headers)
+    http = TestClient(app, "http://localhost", client=(client, 5), headers=headers)
     body = {"folder": str(checkpoint(tmp_path / "new")), "version": 3, "sha256": SHA}
     answer = http.post("/v1/paceline/policy", json=body)
     assert answer.status_code == status
