@@ -195,6 +195,7 @@ class InProcessGenerator:
             llm, self._llm = self._llm, None
             if self._watching is not None:
                 self._watching.cancel()
+            llm.fail_calls()  # nobody is left who could answer them
             await asyncio.to_thread(llm.shutdown)
 
     def _lost(self, error: Exception) -> GeneratorError:
