@@ -185,7 +185,7 @@ class ServeSettings(CommonSettings, ServerEnd, KeepsTraces):
     max_model_len: int | None = Field(None, ge=16, description="Longest sequence, tokens")
     kv_cache_gib: float | None = Field(None, gt=0, description="KV cache on a CPU, GiB; default 2")
     enforce_eager: bool = Field(
-        True, description="No compilation on a CPU (compiled mode gives wrong answers in vLLM 0.32)"
+        True, description="No compilation on a CPU (it takes a minute more to start)"
     )
     policy_lora_rank: int = Field(
         0,

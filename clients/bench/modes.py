@@ -169,7 +169,7 @@ def make_server(mode: str, args: argparse.Namespace, home: Path, target: Path) -
             draft_tokens=args.speculative_tokens,
             start_deadline_s=args.start_deadline,
         )
-    eager = ["--enforce-eager"] if on_cpu() else []  # as paceline serve: compiled is wrong there
+    eager = ["--enforce-eager"] if on_cpu() else []  # as paceline serve
     flags = ["--dtype", args.dtype, *eager, *engine_flags(args)]
     config = speculative_config(mode, args.draft, args.speculative_tokens)
     if config is not None:
