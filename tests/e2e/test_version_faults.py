@@ -69,6 +69,11 @@ def store_version(served: Served, kind: str) -> tuple[int, str, str]:
     return version, reason, word
 
 
+def served_draft(status: dict[str, Any]) -> dict[str, Any]:
+    """What is live; whether its drafts are accepted is another thing, and may show in between."""
+    return {name: value for name, value in status["draft"].items() if name != "collapsed"}
+
+
 @pytest.mark.on_server("eagle3")
 @pytest.mark.parametrize(
     "kind", ["truncated", "cut", "digest", "not_finite", "shape", "missing", "target"]
@@ -86,7 +91,7 @@ def test_a_bad_version_is_refused_counted_and_the_old_one_serves_on(
     after = failed_swaps(served)
     assert after.pop(reason) == counted.pop(reason, 0) + 1
     assert after == counted
-    assert served.server.status()["draft"] == before["draft"]
+    assert served_draft(served.server.status()) == served_draft(before)
     assert greedy(served) == text
 
 
