@@ -29,7 +29,7 @@ lint: install
 # The dashboard's tests drive a real browser.
 browser:
 	@command -v chromium >/dev/null || \
-	 { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || \
+	 { [ "$$(id -u)" = 0 ] && apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null; } || \
 	 { echo "the dashboard's tests need chromium: apt-get install chromium" >&2; exit 2; }
 
 install: $(STAMP)
