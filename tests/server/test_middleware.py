@@ -17,22 +17,9 @@ from server.access import STATE_IDENTITY, STATE_LEASE, Identity
 from server.keys import TenantRules
 from server.middleware import DraftAccount
 from server.quotas import Lease, Quotas
+from tests.server.asgi import call
 
 VERSIONS = [{"version": 4, "steps": 2, "emitted": 5}]
-
-
-async def call(app: Any, scope: dict[str, Any], body: bytes = b"") -> list[dict[str, Any]]:
-    """Every message that the app sends for one request."""
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    await app(scope, receive, send)
-    return sent
 
 
 def http(path: str = "/", method: str = "GET", **headers: str) -> dict[str, Any]:
