@@ -344,3 +344,5 @@ def test_a_real_servers_dashboard_shows_its_traffic_and_swaps_its_drafter(
     assert watched.complaints == []
     assert watched.hosts == {urlsplit(url).netloc}
     watched.close()
+    # Others share this server, and begin with the drafter that it came with.
+    assert served.server.post(f"/v1/paceline/drafts/{live}/activate").json()["live"] == live
