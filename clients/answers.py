@@ -7,7 +7,10 @@ from typing import Any
 import msgspec
 from openai import BaseModel
 
-from rlcore.records import AcceptanceCount, CaptureCounts, DraftManifest, PurgeCounts
+from rlcore.records.acceptance import AcceptanceCount
+from rlcore.records.engine_link import CaptureCounts
+from rlcore.records.learner_link import PurgeCounts
+from rlcore.records.versions import DraftManifest
 
 
 class Acceptance(AcceptanceCount):

@@ -17,7 +17,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from openai.types.chat import ChatCompletionChunk
 
 from clients.workload import Prompt
-from rlcore.records import AcceptanceCount
+from rlcore.records.acceptance import AcceptanceCount
 
 VERSION_HEADER = "x-paceline-draft-version"
 USAGE_HEADER = "x-paceline-usage"

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from clients.load import RequestRecord
-from rlcore.records import AcceptanceCount
+from rlcore.records.acceptance import AcceptanceCount
 
 
 class Spread(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from learner.cutoffs import Oldest, write_private
 from learner.journal import Journal
 from learner.recording import RecordingError, delete_from, traces_of
 from rlcore.log import get_logger
-from rlcore.records import VerifyTrace
+from rlcore.records.trace import VerifyTrace
 
 log = get_logger("learner")
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlcore.records import RecordError, Sampling, VerifyStep, VerifyTrace
+from rlcore.records.trace import Sampling, VerifyStep, VerifyTrace
+from rlcore.records.wire import RecordError
 
 
 @dataclass(frozen=True)

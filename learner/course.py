@@ -25,7 +25,8 @@ from learner.target import Target
 from learner.trial import Trial
 from rlcore.checkpoint import CheckpointError
 from rlcore.log import get_logger
-from rlcore.records import DraftManifest, Retreat
+from rlcore.records.learner_link import Retreat
+from rlcore.records.versions import DraftManifest
 from rlcore.settings import DrafterSettings
 from rlcore.weights import WeightStore
 

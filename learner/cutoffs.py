@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from rlcore.records import RecordError
+from rlcore.records.wire import RecordError
 
 MOST_TENANTS = 100_000
 """Purges remembered; the oldest is forgotten. One is only needed while a trace may be on its way."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from learner.batch import Span
 from learner.target import Target
 from rlcore.precision import bfloat16_is_fast
-from rlcore.records import RecordError
+from rlcore.records.wire import RecordError
 
 NORM_MARGIN = 1.1
 """On the bound of the last hidden state: rounding, and weights that are applied as 1 + w."""

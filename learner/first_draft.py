@@ -19,7 +19,7 @@ from learner.shipped import shipped_draft
 from learner.target import Target
 from rlcore.errors import PacelineError
 from rlcore.home import Home
-from rlcore.records import DraftManifest
+from rlcore.records.versions import DraftManifest
 from rlcore.target import local_model
 from rlcore.weights import MANIFEST, WeightError, WeightStore, check_finite
 

@@ -7,16 +7,14 @@ from collections.abc import Callable
 import zmq
 
 from rlcore.curve import CurveServer
-from rlcore.records import (
+from rlcore.records.learner_link import (
     DraftFiles,
     FetchDraft,
     LearnerMessage,
-    RecordError,
-    VerifyTrace,
     decode_learner_message,
-    decode_trace,
-    encode,
 )
+from rlcore.records.trace import VerifyTrace, decode_trace
+from rlcore.records.wire import RecordError, encode
 from rlcore.transport import (
     MAX_WEIGHT_FRAME_BYTES,
     Frame,

@@ -18,7 +18,9 @@ from learner.strata import SpanKey, span_key
 from learner.target import Target
 from learner.tenant_share import TenantShare
 from rlcore.log import get_logger
-from rlcore.records import PurgeCounts, RecordError, VerifyTrace
+from rlcore.records.learner_link import PurgeCounts
+from rlcore.records.trace import VerifyTrace
+from rlcore.records.wire import RecordError
 from rlcore.settings import DrafterSettings
 from rlcore.transport import Frame
 

@@ -15,7 +15,8 @@ from typing import BinaryIO
 
 from learner.cutoffs import Oldest, sync_folder
 from learner.framing import owner_only, pack_frames, read_frames
-from rlcore.records import RecordError, VerifyTrace, decode_trace
+from rlcore.records.trace import VerifyTrace, decode_trace
+from rlcore.records.wire import RecordError
 from rlcore.transport import Frame
 
 SEGMENT_BYTES = 64 * 1024 * 1024

@@ -18,7 +18,8 @@ import torch
 from learner.inbox import Inbox
 from learner.target import Target
 from rlcore.log import get_logger
-from rlcore.records import DTYPE_BYTES, FetchTarget, Hello, RecordError, TargetTensors
+from rlcore.records.learner_link import FetchTarget, Hello, TargetTensors
+from rlcore.records.wire import DTYPE_BYTES, RecordError
 from rlcore.transport import Frame
 
 log = get_logger("learner")

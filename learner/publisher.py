@@ -16,7 +16,7 @@ from learner.live import LiveDraft
 from learner.replay import Replay
 from learner.session import TrainingSession
 from rlcore.log import get_logger
-from rlcore.records import DraftManifest
+from rlcore.records.versions import DraftManifest
 from rlcore.settings import DrafterSettings
 from rlcore.weights import WEIGHTS, WeightError, WeightStore
 

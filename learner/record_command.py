@@ -14,7 +14,8 @@ from learner.recording import Recorder, RecordingError
 from rlcore.curve import curve_server
 from rlcore.home import Home
 from rlcore.log import get_logger, setup_logging
-from rlcore.records import Hello, LearnerReport, Purge, PurgeCounts, Purged, VerifyTrace
+from rlcore.records.learner_link import Hello, LearnerReport, Purge, PurgeCounts, Purged
+from rlcore.records.trace import VerifyTrace
 from rlcore.settings import RecordSettings, load
 from rlcore.target import local_model, model_identity
 from rlcore.transport import EndpointError

@@ -27,7 +27,8 @@ import msgspec
 from learner.cutoffs import sync_folder
 from learner.framing import owner_only, pack_frames, read_frames
 from rlcore.errors import PacelineError
-from rlcore.records import SCHEMA_VERSION, RecordError, VerifyTrace, decode_trace
+from rlcore.records.trace import VerifyTrace, decode_trace
+from rlcore.records.wire import SCHEMA_VERSION, RecordError
 from rlcore.transport import Frame
 
 MAGIC = b"PACELINE TRACES\n"

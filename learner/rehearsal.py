@@ -21,7 +21,7 @@ from learner.recording import Recording
 from learner.target import Target
 from rlcore.home import Home
 from rlcore.log import get_logger
-from rlcore.records import RecordError
+from rlcore.records.wire import RecordError
 from rlcore.settings import ReplaySettings
 from rlcore.weights import WeightStore
 

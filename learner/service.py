@@ -22,7 +22,7 @@ from learner.moving_target import MovingTarget
 from learner.target import Target
 from rlcore.curve import CurveServer
 from rlcore.log import get_logger
-from rlcore.records import (
+from rlcore.records.learner_link import (
     Announce,
     DraftFiles,
     FetchDraft,

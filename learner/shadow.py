@@ -19,7 +19,7 @@ from learner.batch import Span, collate
 from learner.drafters.base import Drafter
 from learner.objective import acceptance, expected_length
 from rlcore.precision import mixed_precision
-from rlcore.records import VerifyStep
+from rlcore.records.trace import VerifyStep
 
 CUT_SHARE = 0.25
 """Share of the prompt that a prefix-cache hit may have kept out of the span: what the replayed drafter

@@ -11,7 +11,7 @@ from learner.shadow import shadow
 from learner.target import Target
 from learner.watch import Watch
 from rlcore.log import get_logger
-from rlcore.records import Retreat
+from rlcore.records.learner_link import Retreat
 
 log = get_logger("learner")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from rlcore.errors import PacelineError
-from rlcore.records import DraftManifest
+from rlcore.records.versions import DraftManifest
 
 LIVE_FILE = "live.json"
 

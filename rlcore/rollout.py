@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rlcore.records import RecordError, Sampling
+from rlcore.records.trace import Sampling
+from rlcore.records.wire import RecordError
 
 NOT_SAMPLED = -1
 """Policy version of a token that the policy did not sample."""

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save
 
 from rlcore.errors import PacelineError
-from rlcore.records import DraftManifest, PolicyManifest
+from rlcore.records.versions import DraftManifest, PolicyManifest
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"

@@ -26,7 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from rlcore.engine.frontend import PacelineLLM, Ticket
 from rlcore.engine.policy_swap import swap_policy
-from rlcore.records import RequestEnd
+from rlcore.records.engine_link import RequestEnd
 from server.access import Access
 from server.background import running
 from server.drafts import Drafts

@@ -17,7 +17,7 @@ import msgspec
 
 from rlcore.live_drafts import LIVE_FILE, DraftError, LiveDraft, expected_rates, read_live
 from rlcore.log import get_logger
-from rlcore.records import DraftManifest
+from rlcore.records.versions import DraftManifest
 from rlcore.weights import (
     WEIGHTS,
     WeightError,

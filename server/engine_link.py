@@ -11,16 +11,15 @@ import zmq
 import zmq.asyncio
 
 from rlcore.log import get_logger
-from rlcore.records import (
+from rlcore.records.engine_link import (
     CoresSpared,
     EngineReport,
     ForgetTenant,
-    RecordError,
     RequestEnd,
     SpeculationReport,
     decode_engine_message,
-    encode,
 )
+from rlcore.records.wire import RecordError, encode
 from rlcore.transport import open_socket
 from server.totals import added, added_speculation
 

@@ -17,7 +17,7 @@ import zmq.asyncio
 from rlcore.curve import CurveClient
 from rlcore.live_drafts import DraftError
 from rlcore.log import get_logger
-from rlcore.records import (
+from rlcore.records.learner_link import (
     Announce,
     DraftFiles,
     FetchDraft,
@@ -27,14 +27,12 @@ from rlcore.records import (
     LearnerReport,
     Purge,
     Purged,
-    RecordError,
     Retreat,
     TargetTensors,
-    TensorSpec,
     Verdict,
     decode_learner_message,
-    encode,
 )
+from rlcore.records.wire import RecordError, TensorSpec, encode
 from rlcore.target import TargetError, shared_with_drafters
 from rlcore.transport import MAX_WEIGHT_FRAME_BYTES, open_socket
 from rlcore.weights import WeightError

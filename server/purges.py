@@ -17,7 +17,7 @@ import msgspec
 from rlcore.errors import PacelineError
 from rlcore.home import Home
 from rlcore.log import get_logger
-from rlcore.records import Purge, PurgeCounts, Purged
+from rlcore.records.learner_link import Purge, PurgeCounts, Purged
 
 log = get_logger("server")
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from rlcore.engine.shares import ServedCount
 from rlcore.feed import DraftLength, LearnerSample, Sample, ShareSample, TraceSample
-from rlcore.records import OTHER_SHARES, AcceptanceCount, ShareCount, SpeculationReport
+from rlcore.records.acceptance import AcceptanceCount
+from rlcore.records.engine_link import OTHER_SHARES, ShareCount, SpeculationReport
 
 COMPARED = 0.5
 """Share of the computing time that must be comparable for a speed-up to be told."""

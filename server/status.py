@@ -11,7 +11,8 @@ import msgspec
 
 from rlcore.engine.shares import ServedCount
 from rlcore.log import get_logger
-from rlcore.records import AcceptanceCount, AdapterAcceptance, CaptureCounts, EngineReport
+from rlcore.records.acceptance import AcceptanceCount, AdapterAcceptance
+from rlcore.records.engine_link import CaptureCounts, EngineReport
 from server.access import Gate
 from server.collapse import CollapseAlarm
 from server.drafts import Drafts

@@ -11,13 +11,8 @@ from typing import TypeVar
 import msgspec
 
 from rlcore.engine.shares import ServedCount
-from rlcore.records import (
-    AcceptanceCount,
-    AdapterAcceptance,
-    EngineReport,
-    ShareCount,
-    SpeculationReport,
-)
+from rlcore.records.acceptance import AcceptanceCount, AdapterAcceptance
+from rlcore.records.engine_link import EngineReport, ShareCount, SpeculationReport
 
 T = TypeVar("T")
 

@@ -18,7 +18,9 @@ import zmq
 from clients.bench.chaos_load import Load
 from clients.bench.chaos_watch import until
 from clients.process import ServerProcess
-from rlcore.records import CaptureCounts, Sampling, TensorSpec, VerifyTrace, encode
+from rlcore.records.engine_link import CaptureCounts
+from rlcore.records.trace import Sampling, VerifyTrace
+from rlcore.records.wire import TensorSpec, encode
 
 Figures = dict[str, Any]
 

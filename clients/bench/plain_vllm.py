@@ -21,7 +21,7 @@ import msgspec
 from clients.bench.common import BenchError
 from clients.bench.swaps import metric_total
 from clients.process import ServerProcess
-from rlcore.records import AcceptanceCount
+from rlcore.records.acceptance import AcceptanceCount
 
 SERVER_MODULE = "vllm.entrypoints.launchers.api_server.entry"
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total"

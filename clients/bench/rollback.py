@@ -25,7 +25,7 @@ from clients.load import LoadOptions, RequestRecord, make_client, run_load, serv
 from clients.process import ServerProcess
 from clients.summary import acceptance_by_version
 from clients.workload import Prompt
-from rlcore.records import DraftManifest
+from rlcore.records.versions import DraftManifest
 
 
 class Trial(msgspec.Struct):

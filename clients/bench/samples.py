@@ -10,7 +10,7 @@ import msgspec
 from clients.bench.plan import Block
 from clients.load import RequestRecord
 from clients.summary import served, spread, tokens_per_step
-from rlcore.records import AcceptanceCount
+from rlcore.records.acceptance import AcceptanceCount
 
 
 class Sample(msgspec.Struct, kw_only=True):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from rlcore.records import DraftManifest
+from rlcore.records.versions import DraftManifest
 from rlcore.weights import MANIFEST
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlcore.records import AcceptanceCount, AdapterAcceptance
+from rlcore.records.acceptance import AcceptanceCount, AdapterAcceptance
 
 POLICY_ID = 2**30
 """vLLM's number of a policy that is an adapter; those that it is given by name it counts from 1."""

@@ -23,7 +23,9 @@ import torch
 
 from rlcore.engine.adapter_counts import AdapterCounts, name_of
 from rlcore.engine.spans import RequestFacts, Span, SpanBuilder
-from rlcore.records import AcceptanceCount, RecordError, Sampling, VerifyStep
+from rlcore.records.acceptance import AcceptanceCount
+from rlcore.records.trace import Sampling, VerifyStep
+from rlcore.records.wire import RecordError
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

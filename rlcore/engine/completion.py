@@ -17,7 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from rlcore.engine.frontend import EngineUnavailable, PacelineLLM
 from rlcore.errors import PacelineError
-from rlcore.records import Sampling
+from rlcore.records.trace import Sampling
 
 
 class EngineLost(PacelineError):

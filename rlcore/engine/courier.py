@@ -23,16 +23,15 @@ from rlcore.curve import curve_client
 from rlcore.engine.options import EngineOptions
 from rlcore.engine.shares import Shares
 from rlcore.engine.spans import Span, trim
-from rlcore.records import (
+from rlcore.records.engine_link import (
     CaptureCounts,
     CoresSpared,
     EngineReport,
     ForgetTenant,
-    RecordError,
     RequestEnd,
     decode_engine_message,
-    encode,
 )
+from rlcore.records.wire import RecordError, encode
 from rlcore.transport import check_endpoint, open_socket, receive, send
 
 REPORT_INTERVAL = 1.0

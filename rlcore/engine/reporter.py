@@ -10,7 +10,8 @@ from collections.abc import Callable
 import zmq
 
 from rlcore.engine.courier import REPORT_INTERVAL
-from rlcore.records import SpeculationReport, encode
+from rlcore.records.engine_link import SpeculationReport
+from rlcore.records.wire import encode
 from rlcore.transport import check_endpoint, open_socket, send
 
 

@@ -21,7 +21,7 @@ from rlcore.engine.fixes import EngineUnsafe
 from rlcore.engine.options import EngineOptions
 from rlcore.engine.reporter import Reporter
 from rlcore.engine.versioned import VersionedDrafts
-from rlcore.records import SpeculationReport
+from rlcore.records.engine_link import SpeculationReport
 from rlcore.speculation.control import DraftControl
 from rlcore.speculation.gain import Gain, StepFacts
 

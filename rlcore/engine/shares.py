@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rlcore.records import OTHER_SHARES, ShareCount
+from rlcore.records.engine_link import OTHER_SHARES, ShareCount
 
 NAMED = 64
 """Names counted each by itself, in the order in which they come; all that come later are one."""

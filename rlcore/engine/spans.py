@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from rlcore.records import RecordError, Sampling, TensorSpec, VerifyStep, VerifyTrace
+from rlcore.records.trace import Sampling, VerifyStep, VerifyTrace
+from rlcore.records.wire import RecordError, TensorSpec
 
 
 @dataclass(frozen=True)

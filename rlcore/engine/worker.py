@@ -26,7 +26,7 @@ from rlcore.engine.staging import StageReport
 from rlcore.engine.swap import DraftSlot
 from rlcore.engine.upkeep import DeferredUpkeep, can_defer
 from rlcore.engine.versioned import VersionedDrafts
-from rlcore.records import CaptureCounts, EngineReport
+from rlcore.records.engine_link import CaptureCounts, EngineReport
 from rlcore.weights import WeightError
 
 if TYPE_CHECKING or not current_platform.is_cpu():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rlcore.errors import PacelineError
-from rlcore.records import Sampling
+from rlcore.records.trace import Sampling
 
 
 class GeneratorError(PacelineError):

@@ -21,7 +21,8 @@ from rlcore.generator.base import Completion, GeneratorError, GeneratorStatus, P
 from rlcore.home import Home
 from rlcore.live_drafts import expected_rates, read_live
 from rlcore.log import get_logger
-from rlcore.records import AcceptanceCount, Sampling
+from rlcore.records.acceptance import AcceptanceCount
+from rlcore.records.trace import Sampling
 from rlcore.settings import ServeSettings, load
 from rlcore.target import local_model, model_identity
 from rlcore.weights import WeightError

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from rlcore.generator.base import Completion, GeneratorError, GeneratorStatus, Published
-from rlcore.records import Sampling
+from rlcore.records.trace import Sampling
 
 PUBLISH_DEADLINE = 300.0
 """Seconds for a policy to be checked and to go live."""

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from rlcore.generator.base import Completion, Generator, GeneratorError, GeneratorStatus, Published
 from rlcore.generator.places import MODEL_NAME, InProcess, OwnServer, Place, RunningServer
-from rlcore.records import Sampling
+from rlcore.records.trace import Sampling
 from rlcore.rl.settings import RunSettings
 
 ATTEMPTS = 4

@@ -14,7 +14,7 @@ from rlcore.environments.base import Task
 from rlcore.environments.chat import continuation_ids, opening_ids
 from rlcore.environments.host import EnvironmentHost
 from rlcore.generator.base import Completion
-from rlcore.records import Sampling
+from rlcore.records.trace import Sampling
 from rlcore.rollout import NOT_SAMPLED, Rollout, check_rollout
 
 Complete = Callable[[list[int], int], Awaitable[Completion]]

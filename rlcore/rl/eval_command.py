@@ -17,7 +17,7 @@ from rlcore.generator.base import Completion
 from rlcore.home import Home
 from rlcore.log import setup_logging
 from rlcore.policy.lora import adapter_facts
-from rlcore.records import Sampling
+from rlcore.records.trace import Sampling
 from rlcore.rl.engine import Live, engine_of
 from rlcore.rl.episode import Limits
 from rlcore.rl.evaluate import Evaluation, evaluate

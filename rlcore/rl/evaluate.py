@@ -11,7 +11,7 @@ from typing import Any
 
 from rlcore.environments.base import Task
 from rlcore.environments.host import EnvironmentFailure, EnvironmentHost
-from rlcore.records import Sampling
+from rlcore.records.trace import Sampling
 from rlcore.rl.episode import Complete, Limits, PromptTooLong, play
 from rlcore.rollout import Rollout
 

@@ -29,7 +29,7 @@ from rlcore.environments.base import Task
 from rlcore.environments.host import EnvironmentFailure, EnvironmentHost
 from rlcore.generator.base import Completion
 from rlcore.log import get_logger
-from rlcore.records import Sampling
+from rlcore.records.trace import Sampling
 from rlcore.rl.episode import Limits, PromptTooLong, play
 from rlcore.rl.tally import Tally
 from rlcore.rollout import Rollout, equal_rewards

@@ -19,7 +19,8 @@ from rlcore.environments.host import EnvironmentHost
 from rlcore.errors import PacelineError
 from rlcore.generator.base import Completion
 from rlcore.log import get_logger
-from rlcore.records import PolicyManifest, Sampling
+from rlcore.records.trace import Sampling
+from rlcore.records.versions import PolicyManifest
 from rlcore.rl import saved as saving
 from rlcore.rl.engine import Engine, Live
 from rlcore.rl.episode import Limits

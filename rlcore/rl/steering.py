@@ -9,7 +9,7 @@ from rlcore.asynchrony.length_alarm import LengthWatch
 from rlcore.asynchrony.setting import Bounds, Setting
 from rlcore.asynchrony.temperature import TemperatureControl, UpdateSample
 from rlcore.log import get_logger
-from rlcore.records import Sampling
+from rlcore.records.trace import Sampling
 from rlcore.rl.learn import PolicyLearner
 from rlcore.rl.rollouts import RolloutFloor
 from rlcore.rl.settings import RLTrainSettings

@@ -17,7 +17,9 @@ from starlette.responses import JSONResponse, StreamingResponse
 
 from rlcore.engine.frontend import current_ticket
 from rlcore.feed import History
-from rlcore.records import AcceptanceCount, CaptureCounts, EngineReport, PurgeCounts
+from rlcore.records.acceptance import AcceptanceCount
+from rlcore.records.engine_link import CaptureCounts, EngineReport
+from rlcore.records.learner_link import PurgeCounts
 from server.access import Access, Gate
 from server.feed import Subscriber, TooManySubscribers, event
 from server.middleware import DraftAccount

@@ -14,7 +14,7 @@ from clients.bench.day0_curve import Change, Poll, curve, final_window, version_
 from clients.bench.day0_plot import plot
 from clients.load import LoadResult, RequestRecord
 from clients.workload import Prompt
-from rlcore.records import AcceptanceCount
+from rlcore.records.acceptance import AcceptanceCount
 
 
 def record(

@@ -29,7 +29,7 @@ from clients.bench.runner import BlockRecords
 from clients.bench.samples import Change, Reading, Sample, changes_of, make_sample, read_status
 from clients.load import RequestRecord
 from clients.workload import Prompt
-from rlcore.records import AcceptanceCount
+from rlcore.records.acceptance import AcceptanceCount
 
 
 def sample(mode: str, block: int, tokens: int, seconds: float, **values: object) -> Sample:

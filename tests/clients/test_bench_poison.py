@@ -14,7 +14,7 @@ from clients.bench.common import BenchError
 from clients.bench.poison import POISON, main, measure, nonsense, parse, tenants, windows
 from clients.load import RequestRecord
 from clients.workload import Prompt
-from rlcore.records import AcceptanceCount
+from rlcore.records.acceptance import AcceptanceCount
 from server.access import TENANT_NAME
 from tests.clients.stub import Stub, running
 

@@ -16,7 +16,7 @@ from clients.bench.sweep_figures import level_figures, level_ratio, mean_k
 from clients.bench.sweep_plot import over_plain, plot
 from clients.bench.sweep_report import pairs, print_results, results_of
 from clients.load import RequestRecord
-from rlcore.records import AcceptanceCount
+from rlcore.records.acceptance import AcceptanceCount
 from tests.clients.test_bench_figures import record, sample
 
 

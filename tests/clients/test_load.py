@@ -13,7 +13,7 @@ import pytest
 
 from clients.load import LoadOptions, LoadResult, RequestRecord, make_client, run_load, served_model
 from clients.workload import Prompt
-from rlcore.records import AcceptanceCount
+from rlcore.records.acceptance import AcceptanceCount
 from tests.clients.stub import PAUSE, Stub, running
 
 

@@ -23,7 +23,7 @@ from clients.summary import (
     tokens_per_second,
     tokens_per_step,
 )
-from rlcore.records import AcceptanceCount
+from rlcore.records.acceptance import AcceptanceCount
 
 TIMES = st.lists(st.floats(0, 100, allow_nan=False), min_size=2, max_size=40).map(sorted)
 

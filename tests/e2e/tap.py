@@ -18,21 +18,20 @@ import torch
 import zmq
 
 from learner.batch import Span
-from rlcore.records import (
+from rlcore.records.learner_link import (
     Announce,
     DraftFiles,
-    DraftManifest,
     FetchDraft,
     FetchTarget,
     Hello,
     LearnerMessage,
     TargetTensors,
     Verdict,
-    VerifyTrace,
     decode_learner_message,
-    decode_trace,
-    encode,
 )
+from rlcore.records.trace import VerifyTrace, decode_trace
+from rlcore.records.versions import DraftManifest
+from rlcore.records.wire import encode
 from rlcore.transport import learner_endpoints, open_socket, receive, send
 from rlcore.weights import FILES, MANIFEST
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlcore.generator.base import Completion, Generator, GeneratorError
 from rlcore.generator.inprocess import InProcessGenerator
 from rlcore.generator.places import InProcess, OwnServer, Place
-from rlcore.records import Sampling
+from rlcore.records.trace import Sampling
 from rlcore.rl.engine import server_flags
 from rlcore.rl.settings import RLTrainSettings
 from tests.conftest import ONE_THREAD

@@ -16,18 +16,16 @@ import zmq
 from clients.process import console_script
 from learner.drafters.eagle3 import Eagle3
 from learner.target import Target
-from rlcore.records import (
+from rlcore.records.learner_link import (
     DraftFiles,
-    DraftManifest,
     FetchDraft,
     Hello,
     LearnerReport,
-    Sampling,
-    TensorSpec,
-    VerifyTrace,
     decode_learner_message,
-    encode,
 )
+from rlcore.records.trace import Sampling, VerifyTrace
+from rlcore.records.versions import DraftManifest
+from rlcore.records.wire import TensorSpec, encode
 from rlcore.target import model_identity
 from rlcore.transport import learner_endpoints, open_socket
 from rlcore.weights import WeightStore

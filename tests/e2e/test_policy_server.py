@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from clients.process import ServerProcess
 from learner.drafters.eagle3 import Eagle3
 from learner.target import Target
-from rlcore.records import check_trace
+from rlcore.records.trace import check_trace
 from tests.conftest import ONE_THREAD, Served
 from tests.e2e.tap import LearnerTap
 

@@ -17,7 +17,8 @@ from transformers import LlamaForCausalLM
 
 from clients.process import console_script
 from learner.recording import Recording
-from rlcore.records import Hello, LearnerReport, decode_learner_message, encode
+from rlcore.records.learner_link import Hello, LearnerReport, decode_learner_message
+from rlcore.records.wire import encode
 from rlcore.target import model_identity
 from rlcore.transport import learner_endpoints, open_socket
 from tests.e2e.tap import two_free_ports

@@ -12,7 +12,7 @@ from learner.drafters.base import Drafter
 from learner.drafters.registry import DRAFTERS
 from learner.estimate import chain_lengths, replay_drafts
 from learner.target import Target
-from rlcore.records import AcceptanceCount
+from rlcore.records.acceptance import AcceptanceCount
 from tests.conftest import SPECULATIVE_TOKENS, Served
 from tests.e2e.tap import Captured
 

@@ -13,9 +13,7 @@ import pytest
 from clients.process import console_script, free_port
 from learner.drafters.eagle3 import Eagle3
 from learner.target import Target
-from rlcore.records import (
-    DraftManifest,
-)
+from rlcore.records.versions import DraftManifest
 from rlcore.target import model_identity
 from tests.conftest import Served
 from tests.learner.tiny import HIDDEN, make_target

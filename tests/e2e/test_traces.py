@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from learner.target import Target
-from rlcore.records import VerifyStep, check_trace
+from rlcore.records.trace import VerifyStep, check_trace
 from tests.conftest import SPAN_TOKENS, Served
 from tests.e2e.tap import Captured
 

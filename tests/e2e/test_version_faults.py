@@ -10,9 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from rlcore.records import (
-    DraftManifest,
-)
+from rlcore.records.versions import DraftManifest
 from rlcore.weights import WEIGHTS
 from tests.conftest import Served
 from tests.e2e.tap import version_files

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from learner.batch import Span
-from rlcore.records import Sampling, TensorSpec, VerifyTrace, encode
+from rlcore.records.trace import Sampling, VerifyTrace
+from rlcore.records.wire import TensorSpec, encode
 
 NEVER, ALWAYS = "f" * 32, "0" * 32
 """Prompt hashes that no share, or every share, holds out."""

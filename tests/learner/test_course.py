@@ -16,7 +16,9 @@ from learner.objective import acceptance, expected_length
 from learner.pace import SHORTEST_INTERVAL
 from learner.speed import SPEED_WINDOW
 from learner.target import Target
-from rlcore.records import DraftManifest, RecordError, VerifyStep
+from rlcore.records.trace import VerifyStep
+from rlcore.records.versions import DraftManifest
+from rlcore.records.wire import RecordError
 from rlcore.settings import DrafterSettings
 from rlcore.weights import WeightStore
 from tests.learner.tiny import HIDDEN, VOCAB, make_span, make_target, make_trace

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from learner.batch import Span
 from learner.defence import ALWAYS_ALLOWED, FEWEST_SPANS, WINDOW_SPANS, Defence, LearnedRange
 from learner.target import Target
-from rlcore.records import RecordError
+from rlcore.records.wire import RecordError
 from tests.learner.tiny import HIDDEN, make_span, make_target
 
 

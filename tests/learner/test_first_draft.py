@@ -11,7 +11,7 @@ from learner.drafters.eagle3 import Eagle3
 from learner.first_draft import ensure_draft
 from learner.target import Target
 from rlcore.home import Home
-from rlcore.records import DraftManifest
+from rlcore.records.versions import DraftManifest
 from rlcore.weights import WeightStore
 from tests.learner.tiny import make_target
 

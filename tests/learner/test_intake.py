@@ -18,7 +18,7 @@ from learner.batch import Span
 from learner.inbox import Inbox
 from learner.intake import Intake
 from learner.target import Target
-from rlcore.records import RecordError, encode
+from rlcore.records.wire import RecordError, encode
 from rlcore.settings import DrafterSettings
 from rlcore.transport import learner_endpoints, open_socket
 from tests.learner.tiny import HIDDEN, VOCAB, make_span, make_target, make_trace

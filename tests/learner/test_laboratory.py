@@ -14,7 +14,7 @@ from learner.batch import Span
 from learner.lab_data import HELDOUT_SHARE, batches, is_heldout, read_traffic
 from learner.lab_table import Result, markdown
 from learner.recording import Recorder
-from rlcore.records import encode
+from rlcore.records.wire import encode
 from rlcore.target import model_identity
 from tests.learner.tiny import HIDDEN, make_span, make_target, make_trace
 

@@ -16,14 +16,9 @@ from learner.live import load_version
 from learner.moving_target import FETCH_INTERVAL, MovingTarget
 from learner.session import TrainingSession
 from learner.target import Target
-from rlcore.records import (
-    DraftManifest,
-    FetchTarget,
-    Hello,
-    RecordError,
-    TargetTensors,
-    TensorSpec,
-)
+from rlcore.records.learner_link import FetchTarget, Hello, TargetTensors
+from rlcore.records.versions import DraftManifest
+from rlcore.records.wire import RecordError, TensorSpec
 from rlcore.settings import LearnSettings
 from rlcore.target import shared_with_drafters
 from rlcore.weights import WeightStore

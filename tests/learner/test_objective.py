@@ -23,7 +23,8 @@ from learner.objectives.named import RECIPES, ObjectiveError, recipe
 from learner.objectives.outcomes import OutcomeWeights, ServedBatch
 from learner.target import Target
 from rlcore.optim import MuonAdamW
-from rlcore.records import RecordError, Sampling, TensorSpec, VerifyStep, VerifyTrace
+from rlcore.records.trace import Sampling, VerifyStep, VerifyTrace
+from rlcore.records.wire import RecordError, TensorSpec
 from rlcore.trainer import Trainer
 from tests.learner.tiny import HIDDEN, VOCAB, make_span, make_target
 

@@ -15,7 +15,7 @@ from learner.objectives.outcomes import (
     collect_outcomes,
     nothing_served,
 )
-from rlcore.records import Sampling, VerifyStep
+from rlcore.records.trace import Sampling, VerifyStep
 
 
 def served_span(

@@ -27,17 +27,9 @@ from learner.strata import Bounds, Strata
 from learner.target import Target
 from learner.tenant_share import TenantShare
 from learner.visits import fair_shares
-from rlcore.records import (
-    Purge,
-    PurgeCounts,
-    Purged,
-    RecordError,
-    Sampling,
-    TensorSpec,
-    VerifyTrace,
-    decode_learner_message,
-    encode,
-)
+from rlcore.records.learner_link import Purge, PurgeCounts, Purged, decode_learner_message
+from rlcore.records.trace import Sampling, VerifyTrace
+from rlcore.records.wire import RecordError, TensorSpec, encode
 from rlcore.settings import DrafterSettings, LearnSettings
 from rlcore.transport import learner_endpoints, open_socket
 from tests.learner.made_spans import ALWAYS, NEVER, span

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from learner.recording import LONGEST_HEADER, MAGIC, Recorder, Recording, RecordingError
-from rlcore.records import SCHEMA_VERSION, encode
+from rlcore.records.wire import SCHEMA_VERSION, encode
 from tests.learner.made_spans import message
 
 

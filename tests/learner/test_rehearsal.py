@@ -13,7 +13,7 @@ from learner.recording import Recorder, Recording, RecordingError
 from learner.rehearsal import rehearse
 from learner.target import Target
 from rlcore.home import Home
-from rlcore.records import encode
+from rlcore.records.wire import encode
 from rlcore.settings import ReplaySettings
 from tests.learner.tiny import make_span, make_target, make_trace
 

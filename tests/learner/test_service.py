@@ -14,16 +14,16 @@ from learner import service
 from learner.drafters.eagle3 import Eagle3
 from learner.service import Learner
 from learner.target import Target
-from rlcore.records import (
+from rlcore.records.learner_link import (
     DraftFiles,
-    DraftManifest,
     FetchDraft,
     Hello,
     LearnerMessage,
     Verdict,
     decode_learner_message,
-    encode,
 )
+from rlcore.records.versions import DraftManifest
+from rlcore.records.wire import encode
 from rlcore.settings import LearnSettings
 from rlcore.transport import learner_endpoints, open_socket
 from rlcore.weights import CONFIG, MANIFEST, WEIGHTS, WeightStore

@@ -12,7 +12,7 @@ from learner.judging import score_spans
 from learner.session import CHECKPOINT_SCHEMA, TrainingSession, keep_freed_memory
 from learner.target import Target
 from rlcore.checkpoint import FACTS, CheckpointError
-from rlcore.records import VerifyStep
+from rlcore.records.trace import VerifyStep
 from rlcore.settings import LearnSettings
 from tests.learner.tiny import VOCAB, make_span, make_target
 

@@ -10,7 +10,7 @@ from learner.drafters.eagle3 import Eagle3
 from learner.objective import acceptance, expected_length
 from learner.shadow import drafted, shadow
 from learner.target import Target
-from rlcore.records import VerifyStep
+from rlcore.records.trace import VerifyStep
 from tests.learner.tiny import make_span, make_target
 
 K = 3

@@ -10,7 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from learner.batch import Span
-from rlcore.records import Sampling, TensorSpec, VerifyStep, VerifyTrace
+from rlcore.records.trace import Sampling, VerifyStep, VerifyTrace
+from rlcore.records.wire import TensorSpec
 
 VOCAB = 96
 HIDDEN = 32

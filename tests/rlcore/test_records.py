@@ -11,43 +11,37 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore import records
-from rlcore.records import (
-    DTYPE_BYTES,
-    MAX_HEADER_BYTES,
+from rlcore.records import engine_link, learner_link, trace
+from rlcore.records.acceptance import AcceptanceCount
+from rlcore.records.engine_link import (
     MAX_SHARES,
-    MAX_SPAN_TOKENS,
-    AcceptanceCount,
-    Announce,
     CaptureCounts,
     CoresSpared,
-    DraftFiles,
-    DraftManifest,
     EngineReport,
+    ForgetTenant,
+    RequestEnd,
+    ShareCount,
+    SpeculationReport,
+    decode_engine_message,
+)
+from rlcore.records.learner_link import (
+    Announce,
+    DraftFiles,
     FetchDraft,
     FetchTarget,
-    ForgetTenant,
     Hello,
     LearnerReport,
     Purge,
     PurgeCounts,
     Purged,
-    RecordError,
-    RequestEnd,
     Retreat,
-    Sampling,
-    ShareCount,
-    SpeculationReport,
     TargetTensors,
-    TensorSpec,
     Verdict,
-    VerifyStep,
-    VerifyTrace,
-    decode_engine_message,
     decode_learner_message,
-    decode_trace,
-    encode,
 )
+from rlcore.records.trace import MAX_SPAN_TOKENS, Sampling, VerifyStep, VerifyTrace, decode_trace
+from rlcore.records.versions import DraftManifest
+from rlcore.records.wire import DTYPE_BYTES, MAX_HEADER_BYTES, RecordError, TensorSpec, encode
 
 MESSAGES = {
     decode_engine_message: (EngineReport, SpeculationReport, RequestEnd, CoresSpared, ForgetTenant),
@@ -209,7 +203,7 @@ def test_a_trace_recorded_before_there_were_adapters_is_still_read():
 
 def test_every_message_kind_is_covered_here():
     tagged = {
-        kind for kind in vars(records).values()
+        kind for module in (engine_link, learner_link, trace) for kind in vars(module).values()
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind is not msgspec.Struct
         and kind.__struct_config__.tag is not None
     }  # fmt: skip

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlcore.records import RecordError, Sampling
+from rlcore.records.trace import Sampling
+from rlcore.records.wire import RecordError
 from rlcore.rollout import NOT_SAMPLED, Rollout, check_rollout, equal_rewards
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 
 from rlcore import weights
-from rlcore.records import DraftManifest
+from rlcore.records.versions import DraftManifest
 from rlcore.weights import (
     CONFIG,
     FILES,

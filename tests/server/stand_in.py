@@ -24,7 +24,9 @@ import zmq.asyncio
 from fastapi import FastAPI
 
 from rlcore.live_drafts import LiveDraft
-from rlcore.records import DraftManifest, LearnerReport, encode
+from rlcore.records.learner_link import LearnerReport
+from rlcore.records.versions import DraftManifest
+from rlcore.records.wire import encode
 from rlcore.transport import learner_endpoints, open_socket
 from rlcore.weights import WeightStore
 from server.access import Access, Gate

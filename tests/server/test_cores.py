@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlcore.records import CaptureCounts, EngineReport
+from rlcore.records.engine_link import CaptureCounts, EngineReport
 from server.cores import BUSY, CALM, LINGER, LONGEST_REST, RELIEF, CoreShare, share_cores
 
 

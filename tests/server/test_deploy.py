@@ -19,7 +19,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rlcore.engine.shares import ServedCount
-from rlcore.records import AdapterAcceptance, LearnerReport, ShareCount, SpeculationReport
+from rlcore.records.acceptance import AdapterAcceptance
+from rlcore.records.engine_link import ShareCount, SpeculationReport
+from rlcore.records.learner_link import LearnerReport
 from server.metrics import PacelineCollector
 from server.metrics_gain import GainCollector
 from tests.conftest import Served

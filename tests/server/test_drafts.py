@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlcore.live_drafts import DraftError, LiveDraft
-from rlcore.records import DraftManifest
+from rlcore.records.versions import DraftManifest
 from rlcore.weights import WEIGHTS, WeightStore
 from server import drafts as drafts_module
 from server.drafts import KEPT_VERSIONS, Drafts, write_live

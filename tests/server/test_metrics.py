@@ -9,13 +9,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rlcore.records import (
-    AcceptanceCount,
-    AdapterAcceptance,
-    CaptureCounts,
-    EngineReport,
-    LearnerReport,
-)
+from rlcore.records.acceptance import AcceptanceCount, AdapterAcceptance
+from rlcore.records.engine_link import CaptureCounts, EngineReport
+from rlcore.records.learner_link import LearnerReport
 from server.drafts import SwapStatistics
 from server.history import Change
 from server.metrics import PacelineCollector

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rlcore.engine.shares import NAMED, Served, ServedCount, Shares
-from rlcore.records import CaptureCounts, EngineReport, ShareCount, SpeculationReport
+from rlcore.records.engine_link import CaptureCounts, EngineReport, ShareCount, SpeculationReport
 from server.metrics_gain import GainCollector
 
 FAMILIES = {

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from learner.inbox import Inbox
 from rlcore.curve import curve_client, curve_server, make_pair
-from rlcore.records import Hello, LearnerMessage, Purge, PurgeCounts, Purged
+from rlcore.records.learner_link import Hello, LearnerMessage, Purge, PurgeCounts, Purged
 from rlcore.transport import learner_endpoints
 from server import purges as module
 from server.learner_link import LearnerLink

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from rlcore.engine.shares import ServedCount
 from rlcore.feed import LearnerSample, Sample, ShareSample, TraceSample
-from rlcore.records import OTHER_SHARES, AcceptanceCount, ShareCount, SpeculationReport
+from rlcore.records.acceptance import AcceptanceCount
+from rlcore.records.engine_link import OTHER_SHARES, ShareCount, SpeculationReport
 from server.reading import (
     DIGITS,
     NAMED_SHARES,

@@ -3,7 +3,8 @@
 from pathlib import Path
 from types import SimpleNamespace
 
-from rlcore.records import AcceptanceCount, CaptureCounts, EngineReport
+from rlcore.records.acceptance import AcceptanceCount
+from rlcore.records.engine_link import CaptureCounts, EngineReport
 from server.policy import Policy
 from server.status import ServerState
 

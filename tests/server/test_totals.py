@@ -10,15 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlcore.engine.shares import ServedCount
-from rlcore.records import (
-    AcceptanceCount,
-    AdapterAcceptance,
-    CaptureCounts,
-    EngineReport,
-    ShareCount,
-    SpeculationReport,
-    encode,
-)
+from rlcore.records.acceptance import AcceptanceCount, AdapterAcceptance
+from rlcore.records.engine_link import CaptureCounts, EngineReport, ShareCount, SpeculationReport
+from rlcore.records.wire import encode
 from rlcore.transport import open_socket
 from server.engine_link import EngineLink
 from server.totals import ServedTotals, added, added_speculation

@@ -7,14 +7,9 @@ import random
 from dataclasses import dataclass, field
 
 from rlcore.engine.shares import ServedCount
-from rlcore.records import (
-    AcceptanceCount,
-    CaptureCounts,
-    EngineReport,
-    LearnerReport,
-    ShareCount,
-    SpeculationReport,
-)
+from rlcore.records.acceptance import AcceptanceCount
+from rlcore.records.engine_link import CaptureCounts, EngineReport, ShareCount, SpeculationReport
+from rlcore.records.learner_link import LearnerReport
 
 MOST_DRAFTS = 3
 PLAIN_SECONDS = 0.021

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlcore.engine.courier import Courier
 from rlcore.engine.options import EngineOptions
-from rlcore.records import RequestEnd
+from rlcore.records.engine_link import RequestEnd
 
 
 def courier() -> Courier:

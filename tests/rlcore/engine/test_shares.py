@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlcore.engine.shares import NAMED, Served, Shares
-from rlcore.records import OTHER_SHARES
+from rlcore.records.engine_link import OTHER_SHARES
 
 names = st.integers(0, 3 * NAMED).map(str)
 

@@ -10,14 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlcore.engine.spans import RequestFacts, Span, SpanBuilder, trim
-from rlcore.records import (
-    RecordError,
-    Sampling,
-    VerifyStep,
-    check_trace,
-    decode_trace,
-    encode,
-)
+from rlcore.records.trace import Sampling, VerifyStep, check_trace, decode_trace
+from rlcore.records.wire import RecordError, encode
 
 
 def builder(prompt: int, max_tokens: int = 10_000) -> SpanBuilder:

@@ -18,7 +18,7 @@ import pytest
 from rlcore.generator import server as module
 from rlcore.generator.base import GeneratorError
 from rlcore.generator.server import ServerGenerator
-from rlcore.records import Sampling
+from rlcore.records.trace import Sampling
 
 T = TypeVar("T")
 DRAFT = {"x-paceline-draft-version": "3"}

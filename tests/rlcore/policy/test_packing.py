@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from rlcore.policy.model import PolicyError, load_policy, sampled_logprobs
 from rlcore.policy.packing import PROMPT, WeightedRollout, pack
-from rlcore.records import Sampling
+from rlcore.records.trace import Sampling
 from rlcore.rollout import NOT_SAMPLED, Rollout, check_rollout
 
 VOCABULARY = 64

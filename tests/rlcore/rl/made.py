@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlcore.records import Sampling
+from rlcore.records.trace import Sampling
 from rlcore.rl.settings import RLTrainSettings
 from rlcore.rollout import NOT_SAMPLED, Rollout, check_rollout
 

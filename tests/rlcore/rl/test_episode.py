@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from rlcore.environments.host import EnvironmentHost
 from rlcore.environments.worker_process import EnvironmentFailure
 from rlcore.generator.base import Completion, GeneratorError
-from rlcore.records import Sampling
+from rlcore.records.trace import Sampling
 from rlcore.rl.episode import Limits, PromptTooLong, play
 from rlcore.rollout import NOT_SAMPLED, Rollout
 

@@ -9,7 +9,7 @@ import pytest
 from rlcore.asynchrony.role_windows import RoleMeter
 from rlcore.asynchrony.token_ledger import Fate, TokenLedger
 from rlcore.generator.base import GeneratorStatus
-from rlcore.records import Sampling
+from rlcore.records.trace import Sampling
 from rlcore.rl.report import SAMPLES_SHOWN, Speedometer, samples, staleness
 from rlcore.rl.rollouts import Roles
 from rlcore.rollout import NOT_SAMPLED, Rollout

@@ -22,7 +22,7 @@ from rlcore.asynchrony.token_ledger import Fate, TokenLedger
 from rlcore.environments.base import Task
 from rlcore.environments.host import EnvironmentHost
 from rlcore.generator.base import Completion, GeneratorError
-from rlcore.records import Sampling
+from rlcore.records.trace import Sampling
 from rlcore.rl.episode import Limits
 from rlcore.rl.rollouts import (
     EPISODE_ATTEMPTS,
