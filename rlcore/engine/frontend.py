@@ -247,7 +247,11 @@ class PacelineLLM(AsyncLLM):
 
     def stop_engine(self, reason: str) -> None:
         """The engine ends at its next step, with ``reason``; whether it can be asked is not waited for."""
-        self._stopping = asyncio.ensure_future(self.collective_rpc("paceline_stop", args=(reason,)))
+        self._stopping = asyncio.ensure_future(self._stop(reason))
+
+    async def _stop(self, reason: str) -> None:
+        await self.collective_rpc("paceline_stop", args=(reason,))
+        await self.resume_generation()  # one that is paused takes no step to end at
 
     def _report_end(self, request_id: str, output_tokens: int, ticket: Ticket) -> None:
         self.on_end(request_id, output_tokens, ticket)

@@ -50,13 +50,14 @@ async def swap_policy(llm: PacelineLLM, folder: str, sha256: str, version: int) 
     started = time.perf_counter()
     frozen: list[int] = []
     try:
-        async with asyncio.timeout(APPLY_DEADLINE):
+        async with asyncio.timeout(APPLY_DEADLINE) as deadline:
             try:
                 await llm.pause_generation(mode="keep", clear_cache=True)
                 frozen = llm.begun()
                 report = await _apply(llm, version)
             finally:
-                await llm.resume_generation()
+                if not deadline.expired():  # an engine that hangs would not answer this either
+                    await llm.resume_generation()
     except TimeoutError:
         # The exchange may still come to pass, and nobody would know of it.
         llm.stop_engine(f"policy version {version} was not in place after {APPLY_DEADLINE:.0f} s")
@@ -73,10 +74,11 @@ async def swap_policy(llm: PacelineLLM, folder: str, sha256: str, version: int) 
 
 
 async def _stage(llm: PacelineLLM, folder: str, sha256: str, version: int) -> None:
-    for report in await llm.collective_rpc("paceline_policy_stage", args=(folder, sha256, version)):
-        _raise(report)
     try:
         async with asyncio.timeout(STAGE_DEADLINE):
+            arguments = (folder, sha256, version)
+            for report in await llm.collective_rpc("paceline_policy_stage", args=arguments):
+                _raise(report)
             while True:
                 reports = await llm.collective_rpc("paceline_policy_staged", args=(version,))
                 for report in reports:
