@@ -75,7 +75,7 @@ async def play(
     episode, messages = await host.reset(task)
     try:
         opening = opening_ids(tokenizer, messages)
-        if len(opening) > limits.prompt_tokens:
+        if len(opening) > limits.prompt_tokens or len(opening) >= limits.sequence_tokens:
             raise PromptTooLong(f"{task.id} has a prompt of {len(opening)} tokens")
         streams = _Streams(opening)
         left, draft_version, finish = limits.sampled_tokens, -1, "turns"

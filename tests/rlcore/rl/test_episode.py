@@ -163,6 +163,13 @@ def test_a_prompt_that_is_too_long_is_not_sampled(tokenizer):
     assert complete.asked == []
 
 
+def test_a_prompt_that_fills_the_engine_is_not_sampled(tokenizer):
+    opening = played(tokenizer, Scripted(tokenizer, "stop")).prompt_length
+    complete = Scripted(tokenizer)
+    fails(tokenizer, complete, PromptTooLong, Limits(400, 200, 8, opening))
+    assert complete.asked == []
+
+
 def test_an_empty_reply_is_one_token_that_ends_the_turn(tokenizer):
     rollout = played(tokenizer, Scripted(tokenizer, "", "stop"))
     assert next(len(run) for run in sampled_runs(rollout)) == 1
