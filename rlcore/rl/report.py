@@ -32,6 +32,7 @@ class Speedometer:
         """From here on; what was before (a start, a resume) is in no rate."""
         self._status, self._totals = status, self._ledger.totals()
         self._since = time.monotonic()
+        self.window(self._since)
 
     def window(self, now: float) -> Window:
         roles = self._roles

@@ -72,3 +72,15 @@ def test_an_engine_that_was_restarted_gives_no_acceptance_for_that_update():
     speed.begin(GeneratorStatus(0, 0, emitted=100, draft_steps=50, plain_steps=50))
     fresh = GeneratorStatus(0, 0, emitted=20, draft_steps=60, plain_steps=60)
     assert "acceptance_length" not in speed.figures(speed.window(begun + 1), fresh, begun + 1)
+
+
+def test_what_was_before_the_run_began_is_in_no_window():
+    made = time.monotonic() - 100
+    roles = Roles(RoleMeter(made), RoleMeter(made), RoleMeter(made))
+    speed = Speedometer(roles, TokenLedger())
+    speed.begin(GeneratorStatus(0, 0))
+    begun = time.monotonic()
+    roles.trainer.working(1, begun)
+    roles.trainer.done(50, begun + 10)
+    trainer = speed.window(begun + 10).trainer
+    assert (trainer.busy, trainer.throughput) == pytest.approx((1.0, 5.0), rel=0.05)
