@@ -38,9 +38,12 @@ class Sinks:
         """Figures that are not finite are left out."""
         finite = {name: value for name, value in figures.items() if math.isfinite(value)}
         self._write(METRICS, {"update": update, **finite})
-        for name, value in finite.items():
-            self._board.add_scalar(name, value, update)
-        self._board.flush()
+        try:
+            for name, value in finite.items():
+                self._board.add_scalar(name, value, update)
+            self._board.flush()
+        except OSError as error:
+            self._lost("tensorboard", error)
 
     def trained(self, update: int, groups: Mapping[str, str]) -> None:
         """Which groups an update was taken on, and of which tasks they were."""
@@ -57,10 +60,17 @@ class Sinks:
             with open(self._folder / name, "a") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
-            log.error("a line of a log is lost", file=name, reason=error.strerror)
+            self._lost(name, error)
+
+    @staticmethod
+    def _lost(name: str, error: OSError) -> None:
+        log.error("a line of a log is lost", file=name, reason=error.strerror)
 
     def close(self) -> None:
-        self._board.close()
+        try:
+            self._board.close()
+        except OSError as error:
+            self._lost("tensorboard", error)
 
 
 def keep_until(path: Path, update: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 
@@ -59,3 +60,27 @@ def test_a_resumed_run_writes_on_behind_its_checkpoint_and_a_new_one_begins_empt
     assert [line["update"] for line in read(tmp_path / SAMPLES)] == [1, 1, 2, 2]
     Sinks(tmp_path, None).close()
     assert read(tmp_path / METRICS) == read(tmp_path / TRAINED) == read(tmp_path / SAMPLES) == []
+
+
+class FullDisk:
+    """A TensorBoard writer that can write nothing any more; once so, it says it at every call."""
+
+    def __init__(self, folder: str, purge_step: int | None) -> None:
+        pass
+
+    def add_scalar(self, name: str, value: float, update: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def close(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_tensorboard_that_cannot_be_written_costs_neither_the_run_nor_the_other_files(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", FullDisk)
+    sinks = Sinks(tmp_path, None)
+    sinks.metrics(1, {"reward": 0.1})
+    sinks.metrics(2, {"reward": 0.2})
+    sinks.close()
+    assert [line["update"] for line in read(tmp_path / METRICS)] == [1, 2]
