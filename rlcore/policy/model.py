@@ -14,6 +14,9 @@ from rlcore.policy.lora import Lora, adapt
 from rlcore.policy.packing import PolicyBatch
 from rlcore.policy.split_linear import split_linears
 
+LOGITS_AGREE = 1e-3
+"""Of the largest logit: far above float32's rounding, far below any scale or cap in use."""
+
 
 class PolicyError(PacelineError):
     """A policy that cannot be trained."""
@@ -54,6 +57,7 @@ def load_policy(
             f"{folder}: a policy whose output layer has a bias cannot be trained here"
         )
     model.config.use_cache = False
+    _check_logits(folder, model)
     if lora is not None:
         adapt(model, lora, seed)
     if fast:
@@ -62,8 +66,22 @@ def load_policy(
     return module
 
 
+@torch.no_grad()
+def _check_logits(folder: Path, model: Any) -> None:
+    """Raises PolicyError where logits are more than the output layer's product: scaled, or capped."""
+    token_ids = torch.zeros(1, 2, dtype=torch.int64)
+    hidden = model.model(input_ids=token_ids).last_hidden_state
+    logits = model(input_ids=token_ids).logits
+    difference = (hidden @ model.lm_head.weight.T - logits).abs().max()
+    if not difference <= LOGITS_AGREE * logits.abs().max():
+        raise PolicyError(
+            f"{folder}: a {type(model).__name__} changes the logits after its output layer (scales or caps "
+            "them), and cannot be trained here"
+        )
+
+
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers by their Hugging Face names, tied ones once."""
+    """The parameters by their Hugging Face names, tied ones once."""
     named = dict(module.named_parameters())
     return {name: parameter.detach() for name, parameter in named.items()}
 

@@ -6,7 +6,14 @@ import random
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from rlcore.policy.model import PolicyError, load_policy, sampled_logprobs
 from rlcore.policy.packing import PROMPT, WeightedRollout, pack
@@ -138,3 +145,14 @@ def test_a_model_without_a_decoder_and_an_output_layer_is_refused_in_one_line(tm
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     with pytest.raises(PolicyError, match="GPT2LMHeadModel"):
         load_policy(tmp_path)
+
+
+def test_a_model_that_scales_its_logits_is_refused_in_one_line(tmp_path):
+    config = GraniteConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, logits_scaling=4.0,
+    )  # fmt: skip
+    GraniteForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(PolicyError, match="GraniteForCausalLM changes the logits") as refused:
+        load_policy(tmp_path)
+    assert "\n" not in str(refused.value)
