@@ -82,9 +82,9 @@ class Front:
     @property
     def live(self) -> bool:
         """Whether there is an engine, or one will be soon."""
-        if self.state in ("starting", "restarting"):
+        if self._state in ("starting", "restarting"):
             return time.monotonic() - self._since < START_DEADLINE
-        return self.state != "failed"
+        return self._state != "failed"
 
     def change(self, state: State) -> None:
         """Enter a state. Once it drains or has failed, it is never ready again."""
@@ -99,7 +99,9 @@ class Front:
         """Whole seconds after which asking again is worth it."""
         if self.state in ("starting", "restarting"):
             expected = self._last_start if self._last_start is not None else FIRST_GUESS
-            left = expected - (time.monotonic() - self._since)
+            # The restart of an engine that has only just died has not begun.
+            waited = 0.0 if self._state == "ready" else time.monotonic() - self._since
+            left = expected - waited
             return min(LONGEST_RETRY, max(1, math.ceil(left)))
         return round(FIRST_GUESS)
 

@@ -82,6 +82,20 @@ def test_an_engine_that_has_just_died_is_not_ready_before_anybody_has_noticed():
     assert ask(front, "/v1/completions", "POST")[0] == 503
 
 
+def test_an_engine_that_has_just_died_after_a_long_life_is_live_and_says_when_to_come_back(
+    monkeypatch,
+):
+    clock = [0.0]
+    monkeypatch.setattr(front_module.time, "monotonic", lambda: clock[0])
+    front = front_in("starting", inside)
+    clock[0] = 20.0
+    front.change("ready")
+    clock[0] += 2 * front_module.START_DEADLINE
+    front.engine_died = lambda: True
+    assert ask(front, "/health")[0] == 200
+    assert ask(front, "/ready")[1][b"retry-after"] == b"20"
+
+
 def test_a_start_that_takes_for_ever_is_not_live(monkeypatch):
     monkeypatch.setattr(front_module, "START_DEADLINE", -1.0)
     assert ask(front_in("starting"), "/health")[0] == 503
