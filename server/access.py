@@ -181,7 +181,7 @@ class Gate:
                 tenant = named.decode()
             elif named.decode() != tenant:
                 raise PermissionError(f"this key is tenant {tenant!r}'s, not {named.decode()!r}'s")
-        rules = TenantRules() if self.ring is None else self.ring.keys.rules(tenant)
+        rules = TenantRules() if self.ring is None else self.ring.rules(tenant)
         return Identity(tenant, entry.role, rules, not entry.learn, self.ring is not None)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlcore.log import get_logger
-from server.keys import KeyEntry, Keys, KeysError, read_keys
+from server.keys import KeyEntry, Keys, KeysError, TenantRules, read_keys
 
 log = get_logger("server")
 
@@ -33,6 +33,11 @@ class KeyRing:
         self.refresh()
         return self._by_digest.get(digest)
 
+    def rules(self, tenant: str) -> TenantRules:
+        """As the file has them now, whichever key it was that came."""
+        self.refresh()
+        return self.keys.rules(tenant)
+
     def refresh(self) -> None:
         """Look whether the file has changed, if that was not done just now."""
         now = self._clock()
@@ -55,6 +60,7 @@ class KeyRing:
 
     def replay_shares(self) -> dict[str, float]:
         """By tenant, where it is limited: the most that it may be of what is learned from."""
+        self.refresh()
         tenants = self.keys.tenants.items()
         return {name: rules.replay_share for name, rules in tenants if rules.replay_share < 1}
 

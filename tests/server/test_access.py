@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -244,6 +245,25 @@ def test_with_an_admin_key_the_servers_own_key_speaks_for_tenants_and_changes_no
     alone = seen_as(Gate(api_key=KEY), keyed(KEY))
     assert isinstance(alone, Identity)
     assert alone.admin
+
+
+def test_rules_that_change_are_in_force_for_the_servers_own_keys_too(tmp_path):
+    path = tmp_path / "keys.toml"
+    path.touch(0o600)
+    ticks = itertools.count(0.0, 2.0)
+    ring = KeyRing(path, lambda: next(ticks))
+    gate = Gate("gateway", "admin", ring)
+
+    def rules() -> TenantRules:
+        identity = seen_as(gate, keyed("gateway", x_paceline_tenant="team-a"))
+        assert isinstance(identity, Identity)
+        return identity.rules
+
+    assert rules() == TenantRules()
+    path.write_text("[tenants.team-a]\nlearn = 'never'\nreplay_share = 0.5\n")
+    assert ring.replay_shares() == {"team-a": 0.5}
+    path.write_text("[tenants.team-a]\nlearn = 'never'\n")
+    assert rules() == TenantRules(learn="never")
 
 
 def test_without_any_key_this_machine_is_the_admin_and_no_other():
