@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -86,13 +87,14 @@ class Purges:
         self._forget = forget
         self._clock = clock
         self._open = {purge.tenant: _Open(purge) for purge in _load(path)}
+        self._writing = threading.Lock()
         if link is not None:
             link.on_purged.append(self._hear)
 
     @property
     def pending(self) -> list[Purge]:
         """Orders that are not done."""
-        return [one.purge for one in self._open.values()]
+        return [one.purge for one in list(self._open.values())]
 
     async def purge(self, tenant: str, deadline_s: float = PURGE_DEADLINE) -> PurgeCounts:
         """Delete everything of a tenant's requests so far; what was deleted, once it is gone.
@@ -134,9 +136,13 @@ class Purges:
             await asyncio.sleep(RETRY_INTERVAL)
 
     def _remember(self) -> None:
-        """Over a restart. A disk that is full is no reason not to delete."""
+        """Over a restart. A disk that is full is no reason not to delete.
+
+        One at a time, and each as of when its turn comes: orders of several tenants at once share the file.
+        """
         try:
-            _save(self._path, self.pending)
+            with self._writing:
+                _save(self._path, self.pending)
         except OSError as error:
             log.error("the open purges cannot be written to disk", reason=error.strerror)
 

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import stat
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -98,6 +99,27 @@ def test_orders_for_one_tenant_at_the_same_time_are_all_answered(tmp_path):
         return await asyncio.gather(*(purges.purge("a") for _ in range(5)))
 
     assert asyncio.run(run()) == [PurgeCounts(1, 2, 3, 4)] * 5
+
+
+def test_orders_of_several_tenants_at_the_same_time_are_all_remembered(tmp_path, monkeypatch):
+    save = module._save
+
+    def slow(path: Path, purges: list[Purge]) -> None:
+        # The earlier an order, the longer the disk takes with what was open then.
+        time.sleep(0.02 * (4 - len(purges)))
+        save(path, purges)
+
+    monkeypatch.setattr(module, "_save", slow)
+    purges, _ = made(tmp_path, Learner(answers=False))
+
+    async def run() -> None:
+        orders = [purges.purge(name, deadline_s=0.3) for name in "abcd"]
+        answers = await asyncio.gather(*orders, return_exceptions=True)
+        assert [type(answer) for answer in answers] == [PurgeDelayed] * 4
+
+    asyncio.run(run())
+    again, _ = made(tmp_path, None)
+    assert sorted(purge.tenant for purge in again.pending) == list("abcd")
 
 
 def test_without_a_learner_there_is_nothing_to_purge_unless_one_left_something(tmp_path):
