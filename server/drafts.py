@@ -202,7 +202,13 @@ class Drafts:
         for version in self.store.versions()[:-KEPT_VERSIONS]:
             if version in (0, self.live, self.previous):
                 continue
-            if self.store.manifest(version).origin == "learned":
+            try:
+                learned = self.store.manifest(version).origin == "learned"
+            except WeightError as error:
+                # The swap has happened; this is no reason to call it failed.
+                log.warning("a damaged version is kept", version=version, reason=str(error))
+                continue
+            if learned:
                 self.store.remove(version)
 
 

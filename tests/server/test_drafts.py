@@ -222,6 +222,17 @@ def test_old_versions_go_but_not_the_live_the_previous_or_the_first(tmp_path):
     assert versions[:-KEPT_VERSIONS] == [0, 2]
 
 
+def test_an_old_version_that_is_damaged_makes_no_swap_look_failed(tmp_path):
+    drafts, _ = made(tmp_path, versions=KEPT_VERSIONS + 4)
+    (drafts.store.folder(1) / "manifest.json").write_text("{")
+    told: list[int] = []
+    drafts.on_change.append(lambda: told.append(drafts.live))
+    assert asyncio.run(drafts.activate(KEPT_VERSIONS + 3)) == 0.125
+    assert told == [KEPT_VERSIONS + 3]
+    assert drafts.store.versions()[:2] == [0, 1]
+    assert 2 not in drafts.store.versions()
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"live": 0, "more": 1}', '{"live": "x"}'])
 def test_a_damaged_record_is_an_error_that_says_what_to_do(tmp_path, content):
     drafts, _ = made(tmp_path)
