@@ -91,6 +91,7 @@ class EngineKeeper:
                 await self._start()
                 return
             except ServeError as error:
+                self._remove()  # it may have died with half of it put to use
                 log.error("the engine did not come back", reason=str(error))
 
     async def _start(self) -> None:

@@ -130,6 +130,7 @@ def test_an_engine_that_dies_while_it_is_put_to_use_is_replaced():
         (await world.until_ready()).errored = True
         assert (await world.until_ready()).number == 3
         assert world.started[1].shut_down
+        assert world.removed == 2
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
