@@ -1,13 +1,15 @@
-"""Is vLLM's compiled mode right on this machine, and faster? Plain vLLM three times, on the same prompts.
+"""Is vLLM's compiled mode right on this machine, and faster? Three servers, the same prompts.
 
-float32 eager is what the others are compared with: log-probabilities of the prompts' tokens, and greedy
-answers. Then eager and compiled serve the same requests in turns.
+Plain vLLM in float32, eager, is what the others are compared with: log-probabilities of the prompts' tokens,
+and greedy answers. Then eager and compiled, plain vLLM or Paceline without a learner, serve the same requests
+in turns.
 """
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,16 +22,32 @@ from clients.bench import common
 from clients.bench.modes import target_folder
 from clients.bench.plain_vllm import VllmServer
 from clients.load import LoadOptions, make_client, run_load, served_model
+from clients.process import ServerProcess
 from clients.workload import Prompt
 
-SERVERS = {
-    "float32 eager": ["--dtype", "float32", "--enforce-eager"],
-    "bfloat16 eager": ["--dtype", "bfloat16", "--enforce-eager"],
-    "bfloat16 compiled": ["--dtype", "bfloat16"],
-}
-REFERENCE, EAGER, COMPILED = SERVERS
+REFERENCE, EAGER, COMPILED = "float32 eager", "bfloat16 eager", "bfloat16 compiled"
 CONCURRENCY = (1, 8)
 FLAGS = ["--max-model-len", "1024", "--kv-cache-memory-bytes", str(2**29), "--max-num-seqs", "16"]
+
+
+def servers_of(args: Namespace, home: Path, target: Path) -> dict[str, ServerProcess]:
+    """By their names, none started."""
+
+    def plain(name: str, *flags: str) -> ServerProcess:
+        return VllmServer(home / name, target, [*flags, *FLAGS], start_deadline_s=deadline)
+
+    def ours(name: str, *flags: str) -> ServerProcess:
+        given = ["--target", str(target), "--dtype", "bfloat16", "--learner", "off", *flags]
+        return ServerProcess(home / name, [*given, "--", *FLAGS], start_deadline_s=deadline)
+
+    deadline = args.start_deadline
+    reference = plain("reference", "--dtype", "float32", "--enforce-eager")
+    if args.paceline:
+        eager, compiled = ours("eager"), ours("compiled", "--no-enforce-eager")
+    else:
+        eager = plain("eager", "--dtype", "bfloat16", "--enforce-eager")
+        compiled = plain("compiled", "--dtype", "bfloat16")
+    return {REFERENCE: reference, EAGER: eager, COMPILED: compiled}
 
 
 class Answer(msgspec.Struct):
@@ -83,7 +101,7 @@ async def ask(client: AsyncOpenAI, model: str, prompt: Prompt, max_tokens: int) 
 
 
 async def answers_of(
-    server: VllmServer, prompts: Sequence[Prompt], max_tokens: int
+    server: ServerProcess, prompts: Sequence[Prompt], max_tokens: int
 ) -> list[Answer]:
     async with make_client(server.openai_url) as client:
         model = await served_model(client)
@@ -91,7 +109,7 @@ async def answers_of(
 
 
 async def speed(
-    server: VllmServer, prompts: Sequence[Prompt], concurrency: int, max_tokens: int
+    server: ServerProcess, prompts: Sequence[Prompt], concurrency: int, max_tokens: int
 ) -> float:
     """Tokens a second."""
     async with make_client(server.openai_url) as client:
@@ -109,7 +127,7 @@ async def speed(
 
 
 def ratios(
-    servers: dict[str, VllmServer], prompts: Sequence[Prompt], rounds: int, max_tokens: int
+    servers: dict[str, ServerProcess], prompts: Sequence[Prompt], rounds: int, max_tokens: int
 ) -> dict[int, list[tuple[float, float]]]:
     """Concurrency -> (eager, compiled) tokens/s of each round, which begins with either in turns."""
     found: dict[int, list[tuple[float, float]]] = {}
@@ -129,6 +147,9 @@ def ratios(
 def main() -> int:
     parser = common.make_parser("compiled", __doc__, max_tokens=64)
     parser.add_argument("--prompts", type=int, default=48, help="compared (default: 48)")
+    parser.add_argument(
+        "--paceline", action="store_true", help="with its drafter, in place of plain vLLM"
+    )
     parser.add_argument("--rounds", type=int, default=4, help="of the speed's pairs (default: 4)")
     args = common.parse(parser)
     chosen = common.prompts_of(args)
@@ -136,15 +157,7 @@ def main() -> int:
     machine = common.machine_facts()
     home = Path(tempfile.mkdtemp(prefix="paceline-compiled-"))
     target = target_folder(args.target, home / "target")
-    servers = {
-        name: VllmServer(
-            home / name.replace(" ", "-"),
-            target,
-            [*flags, *FLAGS],
-            start_deadline_s=args.start_deadline,
-        )
-        for name, flags in SERVERS.items()
-    }
+    servers = servers_of(args, home, target)
     with ExitStack() as stack:
         for name, server in servers.items():
             stack.enter_context(server)
