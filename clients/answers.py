@@ -109,12 +109,22 @@ class RollbackStatus(msgspec.Struct, kw_only=True):
     last: LiveChange | None = None
 
 
+class CoresStatus(msgspec.Struct, kw_only=True):
+    """Of the model, on a CPU; all 0 where the server does not set them."""
+
+    usable: int
+    allotted: int
+    threads: int
+    """In the status: at the engine's last report."""
+
+
 class Status(msgspec.Struct, kw_only=True):
     """``GET /v1/paceline/status``."""
 
     target: TargetStatus
     draft: DraftStatus
     acceptance: AcceptanceStatus
+    cores: CoresStatus
     learner: LearnerStatus
     traces: CaptureCounts
     swaps: SwapStatus

@@ -17,6 +17,7 @@ import msgspec
 from clients.answers import (
     Activated,
     Changes,
+    CoresStatus,
     Drafts,
     LiveChange,
     PolicyState,
@@ -123,6 +124,10 @@ def _activate(version: int) -> _Call:
     return _Call("POST", f"drafts/{version}/activate", Activated, seconds=SWAP_SECONDS)
 
 
+def _set_cores(cores: int) -> _Call:
+    return _Call("POST", "cores", CoresStatus, body={"cores": cores})
+
+
 def _set_policy(folder: Path, version: int, sha256: str) -> _Call:
     body = {"folder": str(folder), "version": version, "sha256": sha256}
     return _Call("POST", "policy", PolicySwap, body=body, seconds=POLICY_SECONDS)
@@ -181,6 +186,11 @@ class Routes:
     def set_policy(self, folder: Path, version: int, sha256: str) -> PolicySwap:
         """Make a checkpoint in a folder of the server's machine the live target."""
         answer: PolicySwap = self._call(_set_policy(folder, version, sha256))
+        return answer
+
+    def set_cores(self, cores: int) -> CoresStatus:
+        """Have the model compute on so many of the server's cores, on a CPU."""
+        answer: CoresStatus = self._call(_set_cores(cores))
         return answer
 
     def purge(self, tenant: str) -> Purged:
@@ -261,6 +271,11 @@ class AsyncRoutes:
     async def set_policy(self, folder: Path, version: int, sha256: str) -> PolicySwap:
         """Make a checkpoint in a folder of the server's machine the live target."""
         answer: PolicySwap = await self._call(_set_policy(folder, version, sha256))
+        return answer
+
+    async def set_cores(self, cores: int) -> CoresStatus:
+        """Have the model compute on so many of the server's cores, on a CPU."""
+        answer: CoresStatus = await self._call(_set_cores(cores))
         return answer
 
     async def purge(self, tenant: str) -> Purged:

@@ -184,6 +184,12 @@ class ServeSettings(CommonSettings, ServerEnd, KeepsTraces):
     )
     max_model_len: int | None = Field(None, ge=16, description="Longest sequence, tokens")
     kv_cache_gib: float | None = Field(None, gt=0, description="KV cache on a CPU, GiB; default 2")
+    cores: int | None = Field(
+        None,
+        ge=1,
+        description="Cores that the model computes on, on a CPU; POST /v1/paceline/cores changes them. "
+        "Default: all, and a local learner has a part in them; given, a learner has what is left",
+    )
     enforce_eager: bool = Field(
         True, description="No compilation on a CPU (it takes a minute more to start)"
     )

@@ -149,6 +149,18 @@ def swapper(llm: PacelineLLM) -> Callable[[str, str, int], Awaitable[dict[str, A
     return swap_target
 
 
+def allotter(llm: PacelineLLM) -> Callable[[int], Awaitable[int]]:
+    """What has the engine's model compute on so many cores."""
+
+    async def compute_on(cores: int) -> int:
+        answers = await llm.collective_rpc(
+            "paceline_compute_on", timeout=RPC_DEADLINE, args=(cores,)
+        )
+        return int(answers[0])
+
+    return compute_on
+
+
 @contextlib.contextmanager
 def fresh_certificates(context: ssl.SSLContext | None, args: Namespace) -> Iterator[None]:
     """Inside, TLS files that change are read again, where the user asks for it."""

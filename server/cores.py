@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from server.engine_link import EngineLink
 from server.learner_link import LearnerLink
+from server.model_cores import ModelCores
 
 BUSY = 6
 """Requests running that make the learner rest: from about here on a step computes more than it waits."""
@@ -74,11 +75,11 @@ class CoreShare:
             self.resting, self._since = True, now
 
 
-def share_cores(engine: EngineLink, learner: LearnerLink) -> None:
+def share_cores(engine: EngineLink, learner: LearnerLink, cores: ModelCores) -> None:
     """Between the model and a learner on this machine, anew with each report of either.
 
     Where the engine's threads are not ours to set (a GPU, or the user has set them), the learner never rests:
-    its cores are not the model's.
+    its cores are not the model's. Neither does it while the model is allotted fewer than all.
     """
     share = CoreShare()
 
@@ -87,7 +88,7 @@ def share_cores(engine: EngineLink, learner: LearnerLink) -> None:
         if report is None or report.threads == 0:
             return
         share.observe(report.running, learner.computing, time.monotonic())
-        learner.let_rest(share.resting)
+        learner.let_rest(share.resting and cores.all)
         engine.spare_cores(share.spared)
 
     # A learner that is gone says nothing, so the engine's reports count as well.

@@ -13,8 +13,9 @@ from starlette.concurrency import run_in_threadpool
 from rlcore.live_drafts import DraftError
 from rlcore.weights import WeightError
 from server.access import identity_of, require_admin, require_figures
+from server.model_cores import CoresError, EngineAway
 from server.policy import EngineGone, PolicyError
-from server.status import ServerState, acceptance_view, status, tenant_status
+from server.status import ServerState, acceptance_view, cores_view, status, tenant_status
 
 router = APIRouter(prefix="/v1/paceline", tags=["paceline"])
 
@@ -96,6 +97,28 @@ async def post_policy(request: Request, version: PolicyVersion) -> dict[str, Any
     except PolicyError as error:
         raise HTTPException(409, str(error)) from None
     return {"live": state.policy.live, **msgspec.to_builtins(swap)}
+
+
+class Cores(BaseModel):
+    """Cores that the model is to compute on."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    cores: int
+
+
+@router.post("/cores")
+async def post_cores(request: Request, wanted: Cores) -> dict[str, Any]:
+    """Have the model compute on so many of a CPU's cores, from its next step on."""
+    require_admin(request)
+    state = _state(request)
+    try:
+        threads = await state.cores.allot(wanted.cores)
+    except EngineAway as error:
+        raise HTTPException(503, str(error)) from None
+    except CoresError as error:
+        raise HTTPException(409, str(error)) from None
+    return cores_view(state) | {"threads": threads}
 
 
 @router.get("/history")

@@ -13,12 +13,13 @@ from prometheus_client import REGISTRY
 from rlcore.curve import curve_client
 from rlcore.engine.frontend import PacelineLLM
 from rlcore.engine.launch import renewed, start_engine
+from rlcore.engine.options import EngineOptions
 from rlcore.home import Home
 from rlcore.live_drafts import expected_rates
 from rlcore.log import get_logger
 from rlcore.settings import ServeSettings
 from server.access import Gate
-from server.app import Inner, connect, fresh_certificates, swapper
+from server.app import Inner, allotter, connect, fresh_certificates, swapper
 from server.background import running
 from server.cores import share_cores
 from server.drafts import Drafts
@@ -32,6 +33,7 @@ from server.learner_process import LearnerProcess
 from server.listener import listening, make_listener
 from server.metrics import PacelineCollector
 from server.metrics_gain import GainCollector
+from server.model_cores import ModelCores
 from server.overload import Places
 from server.policy import TARGET_VERSION, Policy
 from server.purges import OPEN_PURGES, EndClock, Purges, has_traces
@@ -66,6 +68,8 @@ async def serve(
     ended = EndClock()
     engine_link = EngineLink(link_endpoint)
     background = [engine_link.run()]
+    options = EngineOptions.from_config(args.additional_config)
+    cores = ModelCores(options.cores, options.allotted)
     learner_link = None
     if learner_endpoint is not None:
         learner_link = LearnerLink(
@@ -79,14 +83,15 @@ async def serve(
         background.append(learner_link.run())
     if learner is not None:
         background.append(learner.run())  # it starts while the engine does
-        if learner_link is not None:
-            share_cores(engine_link, learner_link)
+        if learner_link is not None and settings.cores is None:
+            share_cores(engine_link, learner_link, cores)
     served = ServedTotals()
     state = ServerState(
         drafts=drafts,
         engine_link=engine_link,
         learner_link=learner_link,
         policy=policy,
+        cores=cores,
         target_id=drafts.target_id,
         speculative_tokens=settings.speculative_tokens,
         gate=gate,
@@ -120,6 +125,7 @@ async def serve(
     async def install(llm: PacelineLLM) -> None:
         await llm.update_weight_version(str(TARGET_VERSION))
         await policy.restore(swapper(llm))
+        await cores.connect(allotter(llm))
         await engine_link.wait_for_worker(WORKER_DEADLINE)
         connect(llm, drafts, policy, engine_link, ended)
         served.connect(llm.served)
@@ -132,6 +138,7 @@ async def serve(
     def remove() -> None:
         drafts.disconnect()
         policy.disconnect()
+        cores.disconnect()
         served.disconnect()
         engine_link.forget_workers()
 

@@ -18,6 +18,7 @@ from server.collapse import CollapseAlarm
 from server.drafts import Drafts
 from server.engine_link import EngineLink
 from server.learner_link import LearnerLink
+from server.model_cores import ModelCores
 from server.policy import Policy
 from server.quotas import Quotas
 
@@ -32,6 +33,7 @@ class ServerState:
     engine_link: EngineLink
     learner_link: LearnerLink | None
     policy: Policy
+    cores: ModelCores
     target_id: str
     speculative_tokens: int
     started: float
@@ -80,6 +82,16 @@ def acceptance_view(count: AcceptanceCount | None) -> dict[str, Any] | None:
     if count is None:
         return None
     return {**msgspec.to_builtins(count), "length": count.length, "rates": count.rates}
+
+
+def cores_view(state: ServerState) -> dict[str, int]:
+    """``threads``: with which the model computed at the engine's last report; all 0 where not ours to set."""
+    report = state.engine_link.report
+    return {
+        "usable": state.cores.usable,
+        "allotted": state.cores.allotted,
+        "threads": 0 if report is None else report.threads,
+    }
 
 
 def tenant_status(state: ServerState) -> dict[str, Any]:
@@ -134,6 +146,7 @@ def status(state: ServerState) -> dict[str, Any]:
             }
             for one in state.adapters()
         },
+        "cores": cores_view(state),
         "learner": learner,
         "traces": msgspec.to_builtins(state.capture()),
         "swaps": {

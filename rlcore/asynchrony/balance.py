@@ -17,7 +17,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from rlcore.asynchrony.comparison import GAIN, fell, rose
 from rlcore.asynchrony.role_windows import RoleWindow
@@ -106,6 +106,17 @@ class Balance:
             self._windows.clear()
             return BalanceDecision(setting, True, f"{bottleneck}: trying {move}")
         return BalanceDecision(self.setting, False, bottleneck)
+
+    def fix_cores(self, generation: int, training: int) -> None:
+        """Cores could not be moved: these are the roles', and stay so. A trial of it is over."""
+        trial, cores = self._trial, {"generation_cores": generation, "training_cores": training}
+        self.bounds = Bounds(
+            replace(self.bounds.least, **cores), replace(self.bounds.most, **cores)
+        )
+        self.setting = replace(self.setting, **cores)
+        if trial is not None and trial.move.startswith("core"):
+            self._trial = None
+        self._windows.clear()
 
     def _tried(self, trial: _Trial, window: Window) -> BalanceDecision:
         trial.left -= 1

@@ -3,10 +3,10 @@
 vLLM puts a CPU worker into a process of its own, even a single one, so that it can give it an OpenMP
 environment, and keeps one core free for the others. Each step then crosses a process border three
 times, and on two cores the model has one. Here the environment is set before the engine core starts
-(see ``launch``), and all cores are the model's. While a learner on this machine computes, one is the
-learner's (``threads``): threads that wait for each other lose more to a learner between them than a core
-is worth (2 cores, 1 stream: 53 tokens/s and 320 positions trained a second on both, 62 and 710 on one
-each). A waiting thread sleeps after 5 ms. Read against vLLM 0.32.0:
+(see ``launch``), and all cores are the model's, or as many as it is told. While a learner on this machine
+computes, one is the learner's (``threads``): threads that wait for each other lose more to a learner between
+them than a core is worth (2 cores, 1 stream: 53 tokens/s and 320 positions trained a second on both, 62 and
+710 on one each). A waiting thread sleeps after 5 ms. Read against vLLM 0.32.0:
 ``CpuPlatform.check_and_update_config`` replaces the executor named "uni", not a class.
 """
 
@@ -15,8 +15,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import psutil
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from rlcore.cores import computing
 
 
 class InlineExecutor(UniProcExecutor):
@@ -32,16 +33,18 @@ def fits(world_size: int) -> bool:
     return world_size == 1 and nodes <= 1 and os.environ.get(BOUND_ELSEWHERE, "nobind") == "nobind"
 
 
-def prepare() -> int:
+def prepare(asked: int | None = None) -> int:
     """Set what OpenMP reads when the engine core starts; the user's own settings stay.
 
-    Returns the cores that the model computes on, 0 where the user has set them.
+    ``asked``: cores that the model is to start with; they win over OMP_NUM_THREADS. Returns the cores that it
+    may compute on, which are as many or more; 0 where the user has set the threads. OpenMP starts with all
+    of them, whatever is asked, for what vLLM sizes by its threads must do for all that may come.
     """
     threads = "OMP_NUM_THREADS"
-    given = threads in os.environ
-    physical = psutil.cpu_count(logical=False)
-    usable = len(os.sched_getaffinity(0))
-    cores = max(1, min(physical or usable, usable))
+    given = asked is None and threads in os.environ
+    cores = max(computing(), asked or 0)
+    if asked is not None:
+        os.environ[threads] = str(cores)
     for name, value in {
         BOUND_ELSEWHERE: "nobind",
         threads: str(cores),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
+from rlcore.cores import usable
 from rlcore.engine.adapter_files import check_adapter
 from rlcore.engine.options import EngineOptions
 from rlcore.errors import PacelineError
@@ -68,6 +69,7 @@ def engine_arguments(
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    _check_cores(settings.cores)
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve", exit_on_error=False))
     given = [str(target), *settings.engine_args]
     try:
@@ -95,8 +97,13 @@ def engine_arguments(
         from rlcore.engine import executor
 
         if executor.fits(args.tensor_parallel_size * args.pipeline_parallel_size):
-            options = msgspec.structs.replace(options, cores=executor.prepare())
+            cores = executor.prepare(settings.cores)
+            options = msgspec.structs.replace(
+                options, cores=cores, allotted=settings.cores or cores
+            )
             args.distributed_executor_backend = executor.InlineExecutor
+    if settings.cores is not None and not options.cores:
+        os.environ["OMP_NUM_THREADS"] = str(settings.cores)  # for as long as it runs
     for adapter in args.lora_modules or ():
         if Path(adapter.path).expanduser().is_dir():  # others are hub ids, which vLLM fetches
             check_adapter(adapter.name, Path(adapter.path).expanduser())
@@ -117,6 +124,11 @@ def engine_arguments(
     )
     validate_parsed_serve_args(args)
     return args
+
+
+def _check_cores(asked: int | None) -> None:
+    if asked is not None and asked > usable():
+        raise EngineArgumentError(f"--cores {asked}: this process may use {usable()}")
 
 
 def renewed(args: Namespace, draft: Path, version: int, rates: list[float]) -> Namespace:

@@ -34,7 +34,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     trace_server_key_file: str | None = None
     """The learner's public key."""
     cores: int = 0
-    """The model computes on, less those that the server has it spare; 0: not ours to set."""
+    """The model may compute on, less those that the server has it spare; 0: not ours to set."""
+    allotted: int = 0
+    """Of those, how many it computes on to begin with."""
 
     def to_config(self) -> dict[str, Any]:
         return {ADDITIONAL_CONFIG_KEY: msgspec.to_builtins(self)}

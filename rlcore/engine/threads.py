@@ -12,8 +12,16 @@ import torch
 _set_num_threads = torch.set_num_threads
 
 
-def compute_with(threads: int) -> None:
-    """Use so many threads in what this thread computes from now on, at least one."""
-    threads = max(1, threads)
+def share(cores: int, allotted: int, spared: int) -> int:
+    """Threads of a model that may use ``cores``, is allotted some of them, and is to leave others free.
+
+    What it was not allotted is free already, so that with half of the cores it spares nothing more.
+    """
+    return max(1, min(allotted, cores - spared))
+
+
+def compute_with(threads: int) -> int:
+    """Use so many threads in what this thread computes from now on; returns how many it has then."""
     if torch.get_num_threads() != threads:
         _set_num_threads(threads)
+    return torch.get_num_threads()

@@ -71,7 +71,9 @@ class PacelineWorker(BaseWorker):
         self._slot: DraftSlot | None = None
         self._upkeep: DeferredUpkeep | None = None
         self._rates = options.draft_rates
-        self._cores = options.cores
+        self._cores, self._allotted = options.cores, options.allotted
+        self._threads = torch.get_num_threads() if self._cores else 0
+        """That the model computes with at present; 0 where they are not ours to set."""
         self._drafting = 0
         self._proposed = False
         drafter = None if speculative is None else self.model_runner.get_draft_model()
@@ -99,8 +101,7 @@ class PacelineWorker(BaseWorker):
         for slot in (self._slot, self._policy):
             if slot is not None and slot.broken:
                 raise EngineUnsafe(slot.broken)
-        if self._cores and self._courier is not None:
-            threads.compute_with(self._cores - self._courier.cores_spared)
+        self._set_threads()
         if scheduler_output.total_num_scheduled_tokens:
             self._drafting = scheduler_output.num_spec_tokens_to_schedule
         if self._courier is not None:
@@ -108,6 +109,12 @@ class PacelineWorker(BaseWorker):
         if isinstance(self._policy, AdapterSlot):
             self._policy.keep()
         return super().execute_model(scheduler_output)
+
+    def _set_threads(self) -> None:
+        """Their number is each thread's own: called in the one that computes."""
+        if self._cores and self._courier is not None:
+            spared = self._courier.cores_spared
+            self._threads = threads.compute_with(threads.share(self._cores, self._allotted, spared))
 
     def _note_proposals(self) -> None:
         """Near the drafter's length limit vLLM does not ask it and takes tokens 0 for its drafts."""
@@ -181,6 +188,13 @@ class PacelineWorker(BaseWorker):
             self._capture.new_target(version)
         return msgspec.to_builtins(report)
 
+    def paceline_compute_on(self, cores: int) -> int:
+        """Compute on so many cores from now on, those to be spared aside; the answer is the threads, 0 where
+        they are not ours to set."""
+        self._allotted = cores
+        self._set_threads()
+        return self._threads
+
     def paceline_stop(self, reason: str) -> None:
         """Compute nothing any more."""
         self._policy.broken = reason
@@ -211,7 +225,7 @@ class PacelineWorker(BaseWorker):
             speculative_tokens=self._drafting,
             acceptance=list(self._capture.acceptance.values()),
             capture=counts,
-            threads=torch.get_num_threads() if self._cores else 0,
+            threads=self._threads,
             running=len(self.model_runner.requests),
             tenants=[] if self._courier is None else self._courier.tenants.counts(),
             adapters=self._capture.adapters.counts(),

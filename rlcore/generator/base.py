@@ -82,6 +82,10 @@ class Generator(Protocol):
 
     async def status(self) -> GeneratorStatus: ...
 
+    async def compute_on(self, cores: int) -> None:
+        """Have the model compute on so many of a CPU's cores."""
+        ...
+
     async def longest(self) -> int:
         """Tokens of the longest sequence that it takes."""
         ...

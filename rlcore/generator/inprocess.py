@@ -35,8 +35,8 @@ log = get_logger("rl")
 FIRST_VERSION = 0
 """Of the policy that the engine starts with."""
 
-STATUS_DEADLINE = 60.0
-"""Seconds for the engine's counts: it answers between two steps."""
+RPC_DEADLINE = 60.0
+"""Seconds for what is no completion and no version: the engine answers between two steps."""
 
 LOOK_INTERVAL = 0.5
 """Seconds between two looks at whether the engine lives."""
@@ -59,10 +59,10 @@ class InProcessGenerator:
         self._draft_version = -1
         self._policy_version = FIRST_VERSION
 
-    async def start(self, threads: int | None) -> None:
-        """``threads``: that the model computes with on a CPU, None for all. Raises PacelineError."""
+    async def start(self) -> None:
+        """Raises GeneratorError."""
         try:
-            self._llm = await asyncio.to_thread(self._engine, threads)
+            self._llm = await asyncio.to_thread(self._engine)
         except PacelineError as error:
             raise GeneratorError(str(error)) from None
         except Exception as error:  # whatever vLLM raises when its engine does not come up
@@ -80,12 +80,12 @@ class InProcessGenerator:
                 llm.fail_calls()
             await asyncio.sleep(LOOK_INTERVAL)
 
-    def _engine(self, threads: int | None) -> PacelineLLM:
+    def _engine(self) -> PacelineLLM:
         from rlcore.engine.launch import engine_arguments, prepare_environment, start_engine
         from rlcore.engine.options import EngineOptions
 
         settings = load(ServeSettings, self._flags)
-        with _for_children(threads):
+        with _for_children():
             prepare_environment(settings)
             home = Home(settings.home)
             target = local_model(settings.target, home)
@@ -171,7 +171,7 @@ class InProcessGenerator:
     async def status(self) -> GeneratorStatus:
         try:
             (counts, *_) = await self.llm.collective_rpc(
-                "paceline_acceptance", timeout=STATUS_DEADLINE
+                "paceline_acceptance", timeout=RPC_DEADLINE
             )
         except Exception as error:  # whatever vLLM raises when its engine is gone
             raise self._lost(error) from None
@@ -184,6 +184,16 @@ class InProcessGenerator:
             draft_steps=sum(count.steps for count in acceptance),
             plain_steps=sum(count.plain_steps for count in acceptance),
         )
+
+    async def compute_on(self, cores: int) -> None:
+        try:
+            (threads, *_) = await self.llm.collective_rpc(
+                "paceline_compute_on", timeout=RPC_DEADLINE, args=(cores,)
+            )
+        except Exception as error:  # whatever vLLM raises when its engine is gone
+            raise self._lost(error) from None
+        if not threads:
+            raise GeneratorError("the engine's threads are not ours to set here")
 
     async def longest(self) -> int:
         return int(self.llm.model_config.max_model_len)
@@ -208,11 +218,9 @@ KEPT = "VLLM_"
 
 
 @contextmanager
-def _for_children(threads: int | None) -> Iterator[None]:
+def _for_children() -> Iterator[None]:
     """What the engine's processes find in the environment, and other children do not."""
     before = dict(os.environ)
-    if threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
     try:
         yield
     finally:

@@ -108,16 +108,15 @@ class RunningServer:
 class InProcess:
     """An engine whose front side is in this process."""
 
-    def __init__(self, flags: Sequence[str], threads: int | None, deadline_s: float) -> None:
+    def __init__(self, flags: Sequence[str], deadline_s: float) -> None:
         self._flags = list(flags)
-        self._threads = threads
         self._deadline_s = deadline_s
         self._generator: InProcessGenerator | None = None
 
     async def start(self) -> Generator:
         log.info("the engine starts in this process")
         self._generator = InProcessGenerator(self._flags, MODEL_NAME, self._deadline_s)
-        await self._generator.start(self._threads)
+        await self._generator.start()
         return self._generator
 
     async def lost(self) -> bool:

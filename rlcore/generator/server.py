@@ -17,6 +17,9 @@ PUBLISH_DEADLINE = 300.0
 
 STATUS_DEADLINE = 15.0
 
+CORES_DEADLINE = 60.0
+"""Seconds for the engine to be told: it answers between two steps, and the server gives up before that."""
+
 CONNECT_DEADLINE = 10.0
 
 IDLE_CONNECTION = 2.0
@@ -105,6 +108,9 @@ class ServerGenerator:
             )
         except (LookupError, TypeError) as error:
             raise self._strange("a status", error) from None
+
+    async def compute_on(self, cores: int) -> None:
+        await self._request("POST", "/v1/paceline/cores", {"cores": cores}, CORES_DEADLINE, {})
 
     async def longest(self) -> int:
         """Tokens of the longest sequence that it takes."""

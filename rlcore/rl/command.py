@@ -59,12 +59,13 @@ def _dry_run(settings: RLTrainSettings, home: Home) -> int:
 
 
 async def _run(settings: RLTrainSettings, home: Home) -> None:
+    import torch
     from transformers import AutoTokenizer
 
     from rlcore.rl.engine import engine_of
     from rlcore.rl.learn import PolicyLearner
     from rlcore.rl.run import Run
-    from rlcore.rl.threads import engine_threads, set_threads
+    from rlcore.rl.threads import split_cores
 
     base = local_model(settings.model, home)
     base_id = model_identity(base)
@@ -78,16 +79,17 @@ async def _run(settings: RLTrainSettings, home: Home) -> None:
         )
     tokenizer = AutoTokenizer.from_pretrained(base, local_files_only=True)
     options = settings.environment
-    threads = engine_threads(settings, set_threads(settings))
-    engine = engine_of(settings, base, settings.out, threads, settings.lora.rank)
+    split = split_cores(settings)
+    torch.set_num_threads(split.trainer)
+    engine = engine_of(settings, base, settings.out, split.engine, settings.lora.rank)
     async with EnvironmentHost(
         options.name, options.options, workers=options.workers, deadline_s=options.deadline_s
     ) as host:
         try:
             starting = asyncio.create_task(engine.start())
-            learner = await asyncio.to_thread(PolicyLearner, settings, base)
+            learner = await asyncio.to_thread(PolicyLearner, settings, base, split.trainer)
             await starting
-            run = Run(settings, base_id, learner, engine, host, tokenizer, resumed)
+            run = Run(settings, base_id, learner, engine, split, host, tokenizer, resumed)
             await run.run()
         finally:
             await engine.close()

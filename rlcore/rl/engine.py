@@ -33,6 +33,8 @@ class Engine:
         self._place = place
         self._generator: Generator | None = None
         self._live: Live | None = None
+        self._cores: int | None = None
+        """That it was last told to compute on."""
         self._ready = asyncio.Event()
         self._bringing_back = asyncio.Lock()
         self._lost: GeneratorError | None = None
@@ -79,6 +81,11 @@ class Engine:
 
         return await self._asking(ask)
 
+    async def compute_on(self, cores: int) -> None:
+        """Have it compute on so many cores of this machine, from now on; raises GeneratorError."""
+        await self._asking(lambda _: self.generator.compute_on(cores))
+        self._cores = cores
+
     async def status(self) -> GeneratorStatus:
         """Over any loss of the engine; raises GeneratorError."""
         return await self._asking(lambda _: self.generator.status())
@@ -102,7 +109,7 @@ class Engine:
         raise AssertionError("unreachable")
 
     async def _bring_back(self, seen: int) -> None:
-        """Start it again, or wait for it, and publish what was live. ``seen``: restarts known of.
+        """Start it again, or wait for it, with what was live and its cores. ``seen``: restarts known of.
 
         Nobody samples before the live version does: others wait for ``_ready``.
         """
@@ -117,6 +124,8 @@ class Engine:
             try:
                 self._generator = await self._place.start_again()
                 await self._publish_again()
+                if self._cores is not None:
+                    await self.generator.compute_on(self._cores)
             except GeneratorError as error:
                 self._lost = error
                 raise
@@ -131,27 +140,28 @@ class Engine:
 
 
 def engine_of(
-    settings: RunSettings, base: Path, out: Path, threads: int | None, lora_rank: int = 0
+    settings: RunSettings, base: Path, out: Path, cores: int | None, lora_rank: int = 0
 ) -> Engine:
     """``base``: the folder of the policy that an engine of our own starts with, version 0.
 
-    ``out``: where that keeps its drafts and its log. ``threads``: of such an engine on a CPU; None for
-    all that it would take by itself. ``lora_rank``: of the adapters that are published to it; 0 for whole
-    policies.
+    ``out``: where that keeps its drafts and its log. ``cores``: that such an engine starts with on a CPU;
+    None for all that it would take by itself. ``lora_rank``: of the adapters that are published to it; 0 for
+    whole policies.
     """
     options = settings.engine
     deadline = options.request_deadline_s
     if options.url is not None:
         key = None if options.api_key is None else options.api_key.get_secret_value()
         return Engine(RunningServer(options.url, deadline, key))
-    flags = server_flags(settings, base, out, lora_rank)
+    flags = server_flags(settings, base, out, lora_rank, cores)
     if options.where == "process":
-        return Engine(InProcess(flags, threads, deadline))
-    env = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    return Engine(OwnServer(flags, out / "server.log", env, deadline))
+        return Engine(InProcess(flags, deadline))
+    return Engine(OwnServer(flags, out / "server.log", {}, deadline))
 
 
-def server_flags(settings: RunSettings, base: Path, out: Path, lora_rank: int = 0) -> list[str]:
+def server_flags(
+    settings: RunSettings, base: Path, out: Path, lora_rank: int = 0, cores: int | None = None
+) -> list[str]:
     """Of ``paceline serve`` for an engine of this run's own."""
     options = settings.engine
     longest = options.max_model_len
@@ -169,6 +179,8 @@ def server_flags(settings: RunSettings, base: Path, out: Path, lora_rank: int = 
     ]  # fmt: skip
     if longest is not None:
         flags += ["--max-model-len", str(longest)]
+    if cores is not None:
+        flags += ["--cores", str(cores)]
     if lora_rank:
         flags += ["--policy-lora-rank", str(lora_rank)]
     # Log-probabilities of the distribution that was sampled from, whatever the temperature.

@@ -89,13 +89,16 @@ class Measured:
 async def _evaluate(settings: RLEvalSettings, home: Home, adapter: Measured | None) -> Evaluation:
     from transformers import AutoTokenizer
 
+    from rlcore.rl.threads import engine_cores
+
     base = local_model(settings.model, home)
     tokenizer = AutoTokenizer.from_pretrained(base, local_files_only=True)
     options, sampling = settings.environment, settings.sampling
     how = Sampling(temperature=settings.evaluate_temperature)
     with tempfile.TemporaryDirectory(prefix="paceline-eval-") as folder:
         rank = 0 if adapter is None else adapter.rank
-        engine = engine_of(settings, base, Path(folder), settings.engine.threads, rank)
+        cores = engine_cores(settings.engine.threads)
+        engine = engine_of(settings, base, Path(folder), cores, rank)
         async with EnvironmentHost(
             options.name, options.options, workers=options.workers, deadline_s=options.deadline_s
         ) as host:

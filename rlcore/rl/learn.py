@@ -78,12 +78,14 @@ class BatchReport:
 class PolicyLearner:
     """The policy in training. Its calls block: run them in a thread."""
 
-    def __init__(self, settings: RLTrainSettings, folder: Path) -> None:
+    def __init__(self, settings: RLTrainSettings, folder: Path, threads: int) -> None:
+        """``threads``: that it computes with on a CPU."""
         options = settings.optimiser
         self.recipe: Recipe = settings.chosen_recipe()
         self.device = torch.device(_device(options.device))
         self.micro_batch_tokens = options.micro_batch_tokens
-        """For the balance controller to set."""
+        self.threads = threads
+        """For the balance controller to set, both of them; a batch keeps what it began with."""
         self._updates_per_batch = options.updates_per_batch
         fast = options.precision == "bfloat16"
         self._base = folder
@@ -121,6 +123,7 @@ class PolicyLearner:
 
         ``version``: of the policy as it is now.
         """
+        torch.set_num_threads(self.threads)  # OpenMP's number is of the thread that computes
         weighted = self._weighted(groups)
         shares = [
             [w for group in weighted[i :: self._updates_per_batch] for w in group]

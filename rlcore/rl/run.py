@@ -33,6 +33,7 @@ from rlcore.rl.settings import RLTrainSettings
 from rlcore.rl.sinks import Sinks
 from rlcore.rl.steering import Steering
 from rlcore.rl.tally import Tally
+from rlcore.rl.threads import CoreSplit
 from rlcore.rollout import Rollout
 from rlcore.weights import PolicyStore
 
@@ -69,6 +70,7 @@ class Run:
         base_id: str,
         learner: PolicyLearner,
         engine: Engine,
+        split: CoreSplit,
         host: EnvironmentHost,
         tokenizer: Any,
         resumed: saving.Saved | None,
@@ -110,7 +112,7 @@ class Run:
             settings.group_size,
             settings.concurrency,
         )
-        self._steering = Steering(settings, self._floor, learner)
+        self._steering = Steering(settings, self._floor, learner, split, engine.compute_on)
         if resumed is not None:
             learner.load_state(resumed.tensors, resumed.counters)
             saving.restore(self.books, resumed)
@@ -151,6 +153,7 @@ class Run:
                         f"the server has policy version {status.policy_version} live, the run is at "
                         f"{self.version}; start the server again"
                     )
+                await self._steering.begin()
                 if not self.version and self._settings.evaluate_every:
                     await self._evaluate()
                 self._speed.begin(await self._engine.status())
@@ -316,7 +319,7 @@ class Run:
             **self._speed.figures(window, status, now),
             **staleness(trained),
             **self._published,
-            **self._steering.observe(tally, window),
+            **await self._steering.observe(tally, window),
             "engine_restarts": float(self._engine.restarts),
         }
         self._sinks.metrics(version, figures)

@@ -63,7 +63,9 @@ class OptimiserOptions(BaseModel, extra="forbid"):
     max_grad_norm: float = Field(1.0, gt=0, description="Norm that the gradient is clipped to")
     micro_batch_tokens: int = Field(4096, ge=16, description="Tokens computed at a time")
     updates_per_batch: int = Field(1, ge=1, le=16, description="Optimizer updates on one batch")
-    threads: int | None = Field(None, ge=1, description="Threads on a CPU; default: half the cores")
+    threads: int | None = Field(
+        None, ge=1, description="Threads on a CPU, at the start; default: half the cores"
+    )
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="Of the layers' products; weights and logits are float32"
     )
@@ -102,7 +104,9 @@ class EngineOptions(BaseModel, extra="forbid"):
     draft_method: Method = Field("eagle3", description="Type of the drafter")
     speculative_tokens: int = Field(3, ge=1, le=16, description="K, the tokens drafted in a step")
     speculation: Speculation = Field("adaptive", description="As in paceline serve")
-    threads: int | None = Field(None, ge=1, description="Threads on a CPU; default: half the cores")
+    threads: int | None = Field(
+        None, ge=1, description="Threads on a CPU, at the start; default: half the cores"
+    )
     max_model_len: int | None = Field(None, ge=16, description="Longest sequence, tokens")
     request_deadline_s: float = Field(
         1800.0, gt=0, description="Seconds for one completion, its time in the queue included"
@@ -111,6 +115,13 @@ class EngineOptions(BaseModel, extra="forbid"):
         default_factory=list, description="More flags of paceline serve, as words"
     )
     engine_args: list[str] = Field(default_factory=list, description="vLLM's own arguments")
+
+    @field_validator("serve_flags")
+    @classmethod
+    def _cores_are_known(cls, words: list[str]) -> list[str]:
+        if any(word.split("=")[0] == "--cores" for word in words):
+            raise ValueError("the engine's cores are shared out here: give engine.threads")
+        return words
 
     @model_validator(mode="after")
     def _one_place(self) -> EngineOptions:
@@ -198,7 +209,9 @@ class RLTrainSettings(RunSettings):
     weigh_tasks: bool = Field(
         False, description="Practise tasks less whose recent groups had equal rewards"
     )
-    balance: bool = Field(True, description="Adapt concurrency to what the trainer takes")
+    balance: bool = Field(
+        True, description="Adapt concurrency, micro-batch and the split of a CPU's cores"
+    )
     seed: int = Field(0, description="Of the order of tasks")
     minutes: float | None = Field(None, gt=0, description="End after so long, as if complete")
     evaluate_every: int = Field(10, ge=0, description="Updates between evaluations; 0: none")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from rlcore.asynchrony.balance import Balance, Window
 from rlcore.asynchrony.length_alarm import LengthWatch
 from rlcore.asynchrony.setting import Bounds, Setting
 from rlcore.asynchrony.temperature import TemperatureControl, UpdateSample
+from rlcore.generator.base import GeneratorError
 from rlcore.log import get_logger
 from rlcore.records.trace import Sampling
 from rlcore.rl.learn import PolicyLearner
 from rlcore.rl.rollouts import RolloutFloor
 from rlcore.rl.settings import RLTrainSettings
 from rlcore.rl.tally import Tally
+from rlcore.rl.threads import CoreSplit
 
 log = get_logger("rl")
 
@@ -25,9 +29,17 @@ LEAST_MICRO_BATCH = 1024
 
 
 class Steering:
+    """``begin`` once, when the engine is up and after ``load_state``; then ``observe``."""
+
     def __init__(
-        self, settings: RLTrainSettings, floor: RolloutFloor, learner: PolicyLearner
+        self,
+        settings: RLTrainSettings,
+        floor: RolloutFloor,
+        learner: PolicyLearner,
+        split: CoreSplit,
+        compute_on: Callable[[int], Awaitable[None]],
     ) -> None:
+        """``compute_on``: gives the engine so many cores; raises GeneratorError."""
         self._adapts_temperature = settings.sampling.adapt_temperature
         self._balances = settings.balance
         self._floor = floor
@@ -35,10 +47,18 @@ class Steering:
         self._start = settings.sampling.temperature
         self._temperature = TemperatureControl(self._start if self._adapts_temperature else 1.0)
         self._length = LengthWatch()
-        self._balance = _balance(settings)
+        self._balance = _balance(settings, split)
+        self._shared = split.shared
+        self._compute_on = compute_on
+        self._engine_cores = split.engine
+        """That the engine has."""
         self._apply()
 
-    def observe(self, tally: Tally, window: Window) -> dict[str, float]:
+    async def begin(self) -> None:
+        """Give the engine the cores that it had when the run was left."""
+        await self._move_cores()
+
+    async def observe(self, tally: Tally, window: Window) -> dict[str, float]:
         """After an update; the figures of what was decided."""
         alarm = self._length.observe(tally.length, tally.accuracy)
         if alarm.changed:
@@ -54,12 +74,31 @@ class Steering:
             if balance.changed:
                 log.info("balance", change=balance.reason)
         self._apply()
-        return {
+        await self._move_cores()
+        figures = {
             "length_alarm": float(alarm.on),
             "temperature": self._floor.sampling.temperature,
             "concurrency": float(self._floor.concurrency),
             "micro_batch_tokens": float(self._learner.micro_batch_tokens),
         }
+        if self._shared:
+            figures["generation_cores"] = float(self._engine_cores)
+            figures["training_cores"] = float(self._learner.threads)
+        return figures
+
+    async def _move_cores(self) -> None:
+        """The trainer's follow the engine's; where those stay, the balance is told so."""
+        setting = self._balance.setting
+        if not (self._balances and self._shared and setting.generation_cores != self._engine_cores):
+            return
+        try:
+            await self._compute_on(setting.generation_cores)
+        except GeneratorError as error:
+            log.warning("cores stay where they are from now on", reason=str(error))
+            self._balance.fix_cores(self._engine_cores, self._learner.threads)
+            return
+        self._engine_cores = setting.generation_cores
+        self._learner.threads = setting.training_cores
 
     def _apply(self) -> None:
         adapted = self._temperature.temperature if self._adapts_temperature else self._start
@@ -82,11 +121,13 @@ class Steering:
         self._apply()
 
 
-def _balance(settings: RLTrainSettings) -> Balance:
-    """Cores stay where they are, for the engine's threads are fixed when it starts; and no micro-batch is
-    larger than the one that was configured, which may be all that fits."""
+def _balance(settings: RLTrainSettings, split: CoreSplit) -> Balance:
+    """No micro-batch is larger than the one that was configured, which may be all that fits."""
     tokens, concurrency = settings.optimiser.micro_batch_tokens, settings.concurrency
-    start = Setting(concurrency, 1, 1, tokens)
+    start = Setting(concurrency, split.engine, split.trainer, tokens)
     least = Setting(settings.group_size, 1, 1, min(tokens, LEAST_MICRO_BATCH))
-    most = Setting(MOST_CONCURRENCY * concurrency, 1, 1, tokens)
+    most = Setting(MOST_CONCURRENCY * concurrency, split.most_engine, split.most_trainer, tokens)
+    if not split.shared:
+        fixed = {"generation_cores": split.engine, "training_cores": split.trainer}
+        least, most = replace(least, **fixed), replace(most, **fixed)
     return Balance(start, Bounds(least, most))

@@ -23,6 +23,7 @@ from rlcore.records.learner_link import PurgeCounts
 from server.access import Access, Gate
 from server.feed import Subscriber, TooManySubscribers, event
 from server.middleware import DraftAccount
+from server.model_cores import ModelCores
 from server.policy import Policy
 from server.quotas import Quotas
 from server.routes import router
@@ -95,12 +96,14 @@ class PacelineApp:
         self.feed = RecordedFeed()
         self.policy = Policy(root, 0)
         self.policy.connect(self.swap_policy)
+        self.cores = ModelCores(4, 4)
+        asyncio.run(self.cores.connect(self.compute_on))
         acceptance = [AcceptanceCount(0, 10, 2, 25, [10, 8], [9, 6])]
         report = EngineReport("w", 0, 2, acceptance, CaptureCounts(captured=5, sent=4))
         inner = FastAPI()
         inner.state.paceline = ServerState(
             drafts=self.drafts, engine_link=SimpleNamespace(report=report), learner_link=None,
-            policy=self.policy, target_id="t", speculative_tokens=2, started=0.0,
+            policy=self.policy, cores=self.cores, target_id="t", speculative_tokens=2, started=0.0,
         )  # fmt: skip
         inner.state.paceline_feed = self.feed
         inner.include_router(router)
@@ -118,6 +121,9 @@ class PacelineApp:
             "stall_seconds": 0.5, "apply_seconds": 0.25, "stage_seconds": 1.0,
             "frozen_requests": 2, "frozen_tokens": 40,
         }  # fmt: skip
+
+    async def compute_on(self, cores: int) -> int:
+        return cores
 
     async def acceptance_of(self, ids: list[str]) -> list[dict[str, Any]]:
         count = AcceptanceCount(0)

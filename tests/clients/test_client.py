@@ -15,6 +15,7 @@ import msgspec
 import openai
 import pytest
 
+from clients.answers import CoresStatus
 from clients.client import (
     AsyncPacelineClient,
     PacelineAPIError,
@@ -70,6 +71,9 @@ def test_every_route_has_a_typed_answer(server, client, tmp_path):
     swap = client.paceline.set_policy(folder, 1, "0" * 64)
     assert (swap.version, swap.frozen_tokens) == (1, 40)
     assert client.paceline.policy().swaps == [swap]
+
+    assert client.paceline.set_cores(3) == CoresStatus(usable=4, allotted=3, threads=3)
+    assert client.paceline.status().cores.allotted == 3
 
     purged = client.paceline.purge("team-a")
     assert (purged.tenant, purged.deleted.replay_spans) == ("team-a", 3)
@@ -176,6 +180,7 @@ def test_the_async_client_does_the_same(server, tmp_path):
             assert (await paceline.purge("a")).deleted.recorded_traces == 1
             with pytest.raises(PacelineAPIError, match="409"):
                 await paceline.set_policy(tmp_path / "nothing", 5, "0" * 64)
+            assert (await paceline.set_cores(2)).threads == 2
             answer = await client.for_requests(usage=True).chat.completions.create(**ASK)
             assert usage_of(answer).accepted == 4
             seen = []

@@ -68,7 +68,7 @@ def flags(base: Path, out: Path, **engine: Any) -> list[str]:
         sampling={"max_prompt_tokens": 64, "max_tokens": 64},
         engine={**options, "serve_flags": ["--kv-cache-gib", "0.5"]},
     )
-    return server_flags(settings, base, out)
+    return server_flags(settings, base, out, cores=1)
 
 
 def digest(folder: Path) -> str:
@@ -90,6 +90,7 @@ async def look(generator: Generator, policies: list[Path]) -> Look:
     after = await completions(generator)
     with pytest.raises(GeneratorError) as refused:
         await generator.publish(1, policies[2], digest(policies[2]))
+    await generator.compute_on(1)
     going = [
         asyncio.create_task(generator.complete(p, Sampling(), LONG)) for p in PROMPTS
     ]  # long enough for a swap to fall into some of them
@@ -184,7 +185,7 @@ def at(place: Place, do: Callable[[Generator], Awaitable[Any]]) -> Any:
 @pytest.fixture(scope="module")
 def seen_inside(policies, tmp_path_factory) -> tuple[Look, Troubles]:
     out = tmp_path_factory.mktemp("process")
-    place = InProcess(flags(policies[0], out), 1, DEADLINE)
+    place = InProcess(flags(policies[0], out), DEADLINE)
 
     async def do(generator: Any) -> tuple[Look, Troubles]:
         seen = await look(generator, policies)

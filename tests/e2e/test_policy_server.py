@@ -74,6 +74,7 @@ def test_requests_go_on_through_new_policies_and_each_token_says_which_one_sampl
         flags = [
             "--target", str(embedded_model), "--dtype", "float32", "--speculation", "fixed",
             "--draft", str(tmp_path / "draft"), "--max-model-len", "512", "--learner", tap.base,
+            "--cores", "1",
         ]  # fmt: skip
         server = ServerProcess(tmp_path / "home", flags, env=ONE_THREAD, start_deadline_s=240)
         with server, ThreadPoolExecutor(2) as pool:
@@ -88,6 +89,7 @@ def test_requests_go_on_through_new_policies_and_each_token_says_which_one_sampl
             check(served, answer.result(120), dict(zip((0, 4, 7), folders, strict=True)))
             check_refusals(served, folders)
             check_the_learner_is_told(tap, folders[2])
+            check_cores_move(served)
 
 
 def wait_until_running(served: Served, begun: threading.Event) -> None:
@@ -165,6 +167,31 @@ def check_refusals(served: Served, folders: list[Path]) -> None:
     assert [swap["version"] for swap in live["swaps"]] == [4, 7]
     assert all(0 < swap["apply_seconds"] < swap["stall_seconds"] for swap in live["swaps"])
     assert live["swaps"][0]["frozen_requests"] == 4
+
+
+def check_cores_move(served: Served) -> None:
+    """--cores won over the environment's one thread, so that there is room for more."""
+    server, usable = served.server, served.server.status()["cores"]["usable"]
+    assert reported(served, 1) == {"usable": usable, "allotted": 1, "threads": 1}
+    answer = server.post("/v1/paceline/cores", json={"cores": usable + 1})
+    assert answer.status_code == 409
+    assert f"1 to {usable}" in answer.json()["error"]["message"]
+    for cores in (usable, 1, usable, 1):
+        answer = server.post("/v1/paceline/cores", json={"cores": cores})
+        found = {"usable": usable, "allotted": cores, "threads": cores}
+        assert (answer.status_code, answer.json()) == (200, found)
+        assert complete(served).usage.completion_tokens == 4 * TOKENS
+        assert reported(served, cores) == found, "after steps too"
+
+
+def reported(served: Served, threads: int) -> dict[str, int]:
+    """What the status says of cores, once the engine's report is so, or after ten seconds."""
+    end = time.monotonic() + 10
+    time.sleep(1.5)  # a report that was begun before
+    while served.server.status()["cores"]["threads"] != threads and time.monotonic() < end:
+        time.sleep(0.2)
+    cores: dict[str, int] = served.server.status()["cores"]
+    return cores
 
 
 def check_the_learner_is_told(tap: LearnerTap, folder: Path) -> None:

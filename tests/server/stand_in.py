@@ -35,6 +35,7 @@ from server.engine_link import EngineLink
 from server.feed import Feed
 from server.history import FILE, Change
 from server.learner_link import LearnerLink
+from server.model_cores import ModelCores
 from server.policy import Policy
 from server.quotas import Quotas
 from server.routes import router
@@ -152,7 +153,8 @@ class StandIn:
         learner = LearnerLink(control, drafts, policy, MOST_DRAFTS) if self._learner else None
         gate = Gate(api_key=self._key)
         state = ServerState(
-            drafts=drafts, engine_link=link, learner_link=learner, policy=policy, target_id=TARGET,
+            drafts=drafts, engine_link=link, learner_link=learner, policy=policy,
+            cores=ModelCores(0, 0), target_id=TARGET,
             speculative_tokens=MOST_DRAFTS, started=time.monotonic(), served=self.traffic.served,
         )  # fmt: skip
         feed = self.feed = Feed(state)

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from rlcore.records.engine_link import CaptureCounts, EngineReport
 from server.cores import BUSY, CALM, LINGER, LONGEST_REST, RELIEF, CoreShare, share_cores
+from server.model_cores import ModelCores
 
 
 def reports(share: CoreShare, running: int, seconds: float, start: float = 0.0) -> list[bool]:
@@ -104,16 +105,24 @@ class Ends:
 
 def test_both_sides_are_told_with_each_report():
     ends = Ends()
-    share_cores(ends, ends)
+    share_cores(ends, ends, ModelCores(2, 2))
     for _ in range(10):
         ends.says(threads=2, running=4 * BUSY)
     assert ends.spared == [1] * 10
     assert ends.rests[-1]
 
 
+def test_a_learner_whose_core_is_not_the_models_never_rests():
+    ends = Ends()
+    share_cores(ends, ends, ModelCores(4, 2))
+    for _ in range(10):
+        ends.says(threads=2, running=4 * BUSY)
+    assert ends.rests == [False] * 10
+
+
 def test_where_the_threads_are_not_ours_nobody_is_told_anything():
     ends = Ends()
-    share_cores(ends, ends)
+    share_cores(ends, ends, ModelCores(0, 0))
     for _ in range(10):
         ends.says(threads=0, running=4 * BUSY)
     assert ends.spared == []

@@ -15,6 +15,7 @@ from rlcore.records.learner_link import LearnerReport
 from server.drafts import SwapStatistics
 from server.history import Change
 from server.metrics import PacelineCollector
+from server.model_cores import ModelCores
 from server.policy import Policy
 from server.status import ServerState
 
@@ -70,7 +71,7 @@ def state(report: EngineReport | None, learner: Any) -> ServerState:
     policy.live, policy.count, policy.failed, policy.stall_seconds = 7, 2, {"shape": 1}, 0.5
     return ServerState(
         drafts=drafts, engine_link=SimpleNamespace(report=report), learner_link=learner,
-        policy=policy, target_id="t", speculative_tokens=3, started=0.0,
+        policy=policy, cores=ModelCores(0, 0), target_id="t", speculative_tokens=3, started=0.0,
         ready=lambda: True, engine_restarts=lambda: 2, refused={"overloaded": 5},
     )  # fmt: skip
 

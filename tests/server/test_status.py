@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 from rlcore.records.acceptance import AcceptanceCount
 from rlcore.records.engine_link import CaptureCounts, EngineReport
+from server.model_cores import ModelCores
 from server.policy import Policy
 from server.status import ServerState
 
@@ -13,7 +14,7 @@ def state(origin: str) -> ServerState:
     drafts = SimpleNamespace(live=3, manifest=lambda: SimpleNamespace(origin=origin))
     return ServerState(
         drafts=drafts, engine_link=SimpleNamespace(report=None), learner_link=None,
-        policy=Policy(Path("t"), 0), target_id="t", speculative_tokens=3, started=0.0,
+        policy=Policy(Path("t"), 0), cores=ModelCores(0, 0), target_id="t", speculative_tokens=3, started=0.0,
     )  # fmt: skip
 
 

@@ -225,6 +225,18 @@ def test_a_trial_under_way_is_not_resumed():
     assert resumed.setting == START
 
 
+def test_cores_that_could_not_be_moved_are_as_they_were_and_stay():
+    balance = Balance(START, BOUNDS)
+    plant = replace(PLANTS["training-bound"])
+    while balance.setting.training_cores == START.training_cores:
+        balance.observe(plant.window(balance.setting))
+    balance.fix_cores(4, 4)
+    assert (balance.setting.generation_cores, balance.setting.training_cores) == (4, 4)
+    after = run(balance, plant, 300)
+    assert {d.setting.training_cores for d in after} == {4}
+    assert any(decision.changed for decision in after)
+
+
 def test_a_setting_of_another_machine_is_brought_within_the_bounds():
     large = Balance(Setting(128, 6, 2, 8192), BOUNDS)
     small = Bounds(Setting(1, 1, 1, 256), Setting(16, 1, 1, 1024))

@@ -202,6 +202,16 @@ def test_a_publication_and_a_status_are_read():
     assert (found.emitted, found.draft_steps, found.plain_steps) == (30, 10, 4)
 
 
+def test_cores_are_asked_for_and_a_refusal_keeps_its_words():
+    with answering({"usable": 4, "allotted": 3, "threads": 3}) as (url, asked):
+        asking(url, lambda generator: generator.compute_on(3))
+    assert (asked[0][0], json.loads(asked[0][2])) == ("/v1/paceline/cores", {"cores": 3})
+    with answering({"error": {"message": "on 1 to 4 cores"}}, status=409) as (url, _):
+        error = refused(url, lambda generator: generator.compute_on(5))
+    assert "on 1 to 4 cores" in str(error)
+    assert not error.gone
+
+
 @pytest.mark.parametrize("ask", [complete, publish, status])
 @pytest.mark.parametrize("body", [b"<html>", b"", b"\xff\xfe\xff"])
 def test_what_is_no_json_is_refused(ask, body):

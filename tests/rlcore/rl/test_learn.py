@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,7 +33,7 @@ def base(tmp_path_factory) -> Path:
 
 
 def a_learner(base: Path, **changed) -> PolicyLearner:
-    return PolicyLearner(make_settings(base.parent / "out", **changed), base)
+    return PolicyLearner(make_settings(base.parent / "out", **changed), base, threads=1)
 
 
 def a_batch(seed: int = 0, groups: int = 3, rewards: tuple[float, ...] = (1.0, 0.0)) -> list:
@@ -78,6 +80,26 @@ def test_a_batch_moves_the_policy_to_what_was_rewarded(base, algorithm):
     for group, (good, bad) in zip(batch, before, strict=True):
         assert probability(learner, group, GOOD) > good
         assert probability(learner, group, BAD) < bad
+
+
+def test_a_batch_computes_with_the_threads_set_before_it_whichever_thread_that_is(
+    base, monkeypatch
+):
+    learner = a_learner(base)
+    seen: list[tuple[str, int]] = []
+    update = learner.trainer.update
+
+    def watched(batches):
+        seen.append((threading.current_thread().name, torch.get_num_threads()))
+        return update(batches)
+
+    monkeypatch.setattr(learner.trainer, "update", watched)
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(1, "trainer") as pool:
+        for learner.threads in (2, 1, 2):
+            pool.submit(learner.train, a_batch(), 0).result()
+    assert seen == [("trainer_0", 2), ("trainer_0", 1), ("trainer_0", 2)]
+    assert torch.get_num_threads() == before, "another thread's number is its own"
 
 
 def test_the_report_counts_sampled_tokens_and_shared_prompts_once(base):

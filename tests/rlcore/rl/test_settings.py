@@ -91,6 +91,7 @@ def test_unknown_parts_and_bad_values_of_a_recipe_are_named(tmp_path):
         (["--sampling.temperature", "0.5", "--sampling.adapt-temperature"], "--sampling"),
         (["--engine.where", "process", "--engine.url", "http://127.0.0.1:1"], "where"),
         (["--engine.where", "process", "--engine.learn-drafts"], "learn-drafts"),
+        (["--engine.serve-flags", '["--cores=1"]'], "engine.threads"),
         (["--no-such-flag", "1"], "no-such-flag"),
     ],
 )
