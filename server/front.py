@@ -25,6 +25,9 @@ LIVE, READY = "/health", "/ready"
 OBSERVED = ("/metrics", "/dashboard", "/v1/paceline/", "/v1/models", "/version")
 """GET routes that need no engine: still answered while it is started again, or while requests end."""
 
+DELETED = ("/v1/paceline/tenants/",)
+"""DELETE routes that need none: a purge is the learner's work."""
+
 START_DEADLINE = 1800.0
 """Seconds an engine is given to come up; after them the server counts as dead, and is ended. Large models
 take many minutes to load."""
@@ -118,7 +121,9 @@ class Front:
         elif scope["type"] == "websocket" and self.inner is not None and self.ready:
             await self.inner(scope, receive, send)
         elif (
-            scope["type"] == "http" and self.inner is not None and (self.ready or _observes(scope))
+            scope["type"] == "http"
+            and self.inner is not None
+            and (self.ready or _needs_no_engine(scope))
         ):
             await self._let_in(self.inner, scope, receive, send)
         elif scope["type"] == "websocket":
@@ -212,6 +217,12 @@ class Front:
 
 def _observes(scope: Scope) -> bool:
     return scope["method"] in ("GET", "HEAD") and str(scope["path"]).startswith(OBSERVED)
+
+
+def _needs_no_engine(scope: Scope) -> bool:
+    return _observes(scope) or (
+        scope["method"] == "DELETE" and str(scope["path"]).startswith(DELETED)
+    )
 
 
 def _add_retry(message: Message, seconds: int) -> None:

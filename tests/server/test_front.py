@@ -74,6 +74,16 @@ def test_figures_are_there_while_the_engine_is_not():
     assert ask(front_in("starting"), "/metrics")[0] == 503
 
 
+def test_a_purge_is_ordered_while_the_engine_is_not_there():
+    path = "/v1/paceline/tenants/a/traces"
+    for state in ("restarting", "draining"):
+        front = front_in(state, inside)
+        assert ask(front, path, "DELETE")[0] == 200
+        assert ask(front, path, "POST")[0] == 503
+        assert ask(front, "/v1/responses/1", "DELETE")[0] == 503
+    assert ask(front_in("starting"), path, "DELETE")[0] == 503
+
+
 def test_an_engine_that_has_just_died_is_not_ready_before_anybody_has_noticed():
     front = front_in("ready", inside)
     assert ask(front, "/v1/completions", "POST")[0] == 200
