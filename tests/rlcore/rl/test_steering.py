@@ -122,12 +122,26 @@ def test_a_resumed_run_gives_the_engine_the_cores_that_it_had():
     assert (again.engine_cores, again.learner.threads) == (6, 2)
 
 
+def test_a_run_that_is_no_longer_balanced_begins_with_the_cores_it_was_given():
+    plant = Plant(1.0, 3.0)
+    steering = a_steering(plant)
+    plant.run(steering, 200)
+    again = Plant(1.0, 3.0)
+    resumed = a_steering(again, balance=False)
+    resumed.load_state(json.loads(json.dumps(steering.state())))
+    asyncio.run(resumed.begin())
+    assert (again.told, again.engine_cores, again.learner.threads) == ([], 4, 4)
+
+
 @pytest.mark.parametrize("how", ["elsewhere", "unbalanced"])
 def test_cores_that_are_not_shared_or_not_to_be_balanced_stay(how):
     split = CoreSplit(4, 4, shared=how != "elsewhere")
     plant = Plant(1.0, 3.0, split)
-    figures = plant.run(a_steering(plant, split, balance=how != "unbalanced"), 200)
+    steering = a_steering(plant, split, balance=how != "unbalanced")
+    figures = plant.run(steering, 200)
     assert (plant.told, plant.learner.threads) == ([], 4)
+    tried = steering.state()["balance"]["due"]
+    assert not [move for move in tried if move.startswith("core")], "no window is lost to it"
     assert ("generation_cores" in figures[-1]) == split.shared
 
 
