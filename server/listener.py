@@ -1,8 +1,8 @@
 """The HTTP server itself: uvicorn over our socket, with limits that uvicorn does not have.
 
-A request's head (request line and headers) has a size and a deadline; uvicorn's parser for speed has
-neither. Signals are ours (see ``server.shutdown``). Read against uvicorn 0.54: ``Server`` and
-``HttpToolsProtocol``.
+A request's head (request line and headers) has a size and a deadline, and so has a client to take its answer;
+uvicorn's parser for speed has none of them. Signals are ours (see ``server.shutdown``). Read against uvicorn
+0.54: ``Server`` and ``HttpToolsProtocol``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ KEEP_ALIVE = 5
 HEAD_DEADLINE = 30.0
 """Seconds from the first byte of a request, or from connecting, to the end of its headers."""
 
+SEND_DEADLINE = 120.0
+"""Seconds within which a client takes something of an answer that waits to be sent. One that does not has
+gone for all we know: its connection is cut, which ends its request and gives its place back."""
+
 LINGER = 2
 """Seconds that responses which were ended are given to leave, before connections are cut."""
 
@@ -36,12 +40,13 @@ class ListenError(PacelineError):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Cuts a connection whose head is too long or too slow."""
+    """Cuts a connection whose head is too long or too slow, or whose client does not read its answer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -49,7 +54,16 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
+        self._end_send()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._begin_send()
+
+    def resume_writing(self) -> None:
+        self._end_send()
+        super().resume_writing()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -75,6 +89,23 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _begin_send(self) -> None:
+        self._end_send()
+        left = self.transport.get_write_buffer_size()
+        self._send_timer = self.loop.call_later(SEND_DEADLINE, self._look_at_send, left)
+
+    def _look_at_send(self, before: int) -> None:
+        # While writing is paused nothing is added, so any progress makes it less.
+        if self.transport.get_write_buffer_size() < before:
+            self._begin_send()
+        else:
+            self.transport.abort()
+
+    def _end_send(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
 
     def _refuse(self, status: bytes) -> None:
         self._end_head()

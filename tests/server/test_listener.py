@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 import socket
 from argparse import Namespace
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+from unittest import mock
 
 import pytest
+import uvicorn
+from starlette.responses import StreamingResponse
+from starlette.types import ASGIApp
+from uvicorn.server import ServerState
 
 from server import listener as listener_module
 from server.front import Front
-from server.listener import listening, make_listener
+from server.listener import LimitedProtocol, listening, make_listener
 from server.overload import MAX_HEAD_BYTES, Places
 from tests.server.test_front import inside
 
@@ -22,12 +28,12 @@ NO_TLS = Namespace(
 Client = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-def with_server(client: Client, ready: bool = True) -> None:
-    """Run ``client`` on a connection to a front over ``inside``."""
+def with_server(client: Client, ready: bool = True, app: ASGIApp = inside) -> Front:
+    """Run ``client`` on a connection to a front over ``app``; the front."""
+    front = Front(Places(2, 2), most_body=100_000, most_fields=50)
+    front.inner = app
 
     async def run() -> None:
-        front = Front(Places(2, 2), most_body=100_000, most_fields=50)
-        front.inner = inside
         if ready:
             front.change("ready")
         sock = socket.socket()
@@ -42,6 +48,7 @@ def with_server(client: Client, ready: bool = True) -> None:
                 writer.close()
 
     asyncio.run(run())
+    return front
 
 
 async def status(reader: asyncio.StreamReader) -> int:
@@ -109,3 +116,45 @@ def test_a_request_in_time_and_the_next_one_on_the_same_connection_pass(
             await reader.readuntil(b"inside\r\n0\r\n\r\n")
 
     with_server(client)
+
+
+def test_a_client_that_does_not_read_its_answer_loses_its_place(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(listener_module, "SEND_DEADLINE", 0.3)
+    ended = asyncio.Event()
+
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x" * 65536
+            await asyncio.sleep(0)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await StreamingResponse(endless())(scope, receive, send)
+        finally:
+            ended.set()
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"POST /v1/x HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+        await ended.wait()
+
+    assert with_server(client, app=app).places.taken == 0
+
+
+def test_a_client_that_reads_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(listener_module, "SEND_DEADLINE", 0.05)
+
+    async def run() -> None:
+        transport = mock.Mock()
+        transport.get_extra_info.return_value = None
+        transport.get_write_buffer_size.return_value = 100_000
+        protocol = LimitedProtocol(uvicorn.Config(inside), ServerState(), {})
+        protocol.connection_made(transport)
+        protocol.pause_writing()
+        for left in range(90_000, 40_000, -10_000):
+            await asyncio.sleep(0.04)
+            transport.get_write_buffer_size.return_value = left
+        assert not transport.abort.called
+        await asyncio.sleep(0.2)
+        assert transport.abort.called
+
+    asyncio.run(run())
