@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -207,8 +207,6 @@ class Trainer(Generic[M, B]):
             "updates": self.updates,
             "weight_seen": self.weight_seen,
             "skipped": dict(self.skipped),
-            "schedule": asdict(self.schedule),
-            "max_grad_norm": self.max_grad_norm,
             "lr_scale": self.lr_scale,
         }
         return {name: tensor.clone().contiguous() for name, tensor in tensors.items()}, counters
@@ -216,8 +214,8 @@ class Trainer(Generic[M, B]):
     def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
         """Takes what ``state`` gave. Raises KeyError when the parameters are not this module's.
 
-        Whether an average is kept is this trainer's own option: state without one starts it at the
-        parameters.
+        The schedule, the gradient's bound and whether an average is kept are this trainer's own: state
+        without an average starts it at the parameters.
         """
         parts: dict[str, dict[str, Tensor]] = {
             "module": {}, "average": {}, "optimizer": {}, "rng": {},
@@ -239,6 +237,4 @@ class Trainer(Generic[M, B]):
         self.updates = counters["updates"]
         self.weight_seen = counters["weight_seen"]
         self.skipped = dict(counters["skipped"])
-        self.schedule = Schedule(**counters["schedule"])
-        self.max_grad_norm = counters["max_grad_norm"]
         self.lr_scale = counters["lr_scale"]

@@ -71,7 +71,11 @@ class InProcessGenerator:
                 f"the engine did not start: {reason} (its own words are above)"
             ) from None
         self._watching = asyncio.create_task(self._watch(self._llm))
-        await self._llm.update_weight_version(str(FIRST_VERSION))
+        try:
+            async with asyncio.timeout(RPC_DEADLINE):
+                await self._llm.update_weight_version(str(FIRST_VERSION))
+        except TimeoutError as error:
+            raise self._lost(error) from None
 
     async def _watch(self, llm: PacelineLLM) -> None:
         """Whoever waits for an answer of an engine that has died is told so, for as long as it is held."""
@@ -170,9 +174,8 @@ class InProcessGenerator:
 
     async def status(self) -> GeneratorStatus:
         try:
-            (counts, *_) = await self.llm.collective_rpc(
-                "paceline_acceptance", timeout=RPC_DEADLINE
-            )
+            async with asyncio.timeout(RPC_DEADLINE):  # vLLM's own is not kept by its client
+                (counts, *_) = await self.llm.collective_rpc("paceline_acceptance")
         except Exception as error:  # whatever vLLM raises when its engine is gone
             raise self._lost(error) from None
         acceptance = [AcceptanceCount(**count) for count in counts]
@@ -187,9 +190,8 @@ class InProcessGenerator:
 
     async def compute_on(self, cores: int) -> None:
         try:
-            (threads, *_) = await self.llm.collective_rpc(
-                "paceline_compute_on", timeout=RPC_DEADLINE, args=(cores,)
-            )
+            async with asyncio.timeout(RPC_DEADLINE):
+                (threads, *_) = await self.llm.collective_rpc("paceline_compute_on", args=(cores,))
         except Exception as error:  # whatever vLLM raises when its engine is gone
             raise self._lost(error) from None
         if not threads:
@@ -210,6 +212,10 @@ class InProcessGenerator:
             await asyncio.to_thread(llm.shutdown)
 
     def _lost(self, error: Exception) -> GeneratorError:
+        if isinstance(error, TimeoutError):
+            return GeneratorError(
+                f"the engine did not answer within {RPC_DEADLINE:.0f} s", gone=True
+            )
         return GeneratorError(f"the engine could not be asked: {error}", gone=True)
 
 

@@ -12,8 +12,8 @@ import httpx
 from rlcore.generator.base import Completion, GeneratorError, GeneratorStatus, Published
 from rlcore.records.trace import Sampling
 
-PUBLISH_DEADLINE = 300.0
-"""Seconds for a policy to be checked and to go live."""
+PUBLISH_DEADLINE = 750.0
+"""Seconds for a policy to be checked and to go live: more than the engine's own deadlines together."""
 
 STATUS_DEADLINE = 15.0
 

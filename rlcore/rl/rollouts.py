@@ -97,18 +97,22 @@ class RolloutFloor:
         self._questions: dict[str, str] = {}
         """What the groups that run are about, where tasks are weighed."""
         self._wake = asyncio.Event()
+        self._news = asyncio.Event()
+        """The trainer's own: the other one stays set while a task is asked for."""
 
     def wake(self) -> None:
         """Something has changed: there may be room, or a batch."""
         self._wake.set()
+        self._news.set()
 
     async def changed(self, deadline: float) -> bool:
-        """Until something changes; False when nothing did for ``deadline`` seconds."""
+        """Until something has changed since the last call; False: nothing did for ``deadline`` seconds."""
         try:
             async with asyncio.timeout(deadline):
-                await self._wake.wait()
+                await self._news.wait()
         except TimeoutError:
             return False
+        self._news.clear()
         return True
 
     async def run(self) -> None:

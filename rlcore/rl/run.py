@@ -14,7 +14,7 @@ from rlcore.asynchrony.admission import Admission
 from rlcore.asynchrony.role_windows import RoleMeter
 from rlcore.asynchrony.task_chances import TaskChances
 from rlcore.asynchrony.task_order import TaskOrder
-from rlcore.asynchrony.token_ledger import TokenLedger
+from rlcore.asynchrony.token_ledger import Fate, TokenLedger
 from rlcore.environments.host import EnvironmentHost
 from rlcore.errors import PacelineError
 from rlcore.generator.base import Completion
@@ -47,6 +47,10 @@ STALL_DEADLINE = 1800.0
 
 FRUITLESS = 100
 """Times as many groups as an update needs that may end without making one."""
+
+SUSPICIOUS_MISMATCH = 0.05
+"""``mismatch_kl_on_policy`` above which the log says so: float32 is below 1e-3, and bfloat16 served beside
+a float32 trainer at some hundredths."""
 
 KEPT_POLICIES = 2
 """Published versions whose weights stay on disk: the live one and the one before."""
@@ -210,7 +214,6 @@ class Run:
                 await self._until_published()  # what it raises ends the run
             if await self._floor.changed(STALL_WARNING):
                 quiet = time.monotonic()
-                await asyncio.sleep(0)
                 continue
             waited = time.monotonic() - quiet
             admission = self.books.admission
@@ -258,8 +261,9 @@ class Run:
     async def _begin_to_publish(self) -> None:
         """The policy is copied and goes live while the next update is under way."""
         await self._until_published()
-        weights = await self._in_thread(self._learner.snapshot)
-        self._publishing = asyncio.create_task(self._publish(self.version, weights))
+        self._publishing = asyncio.create_task(
+            self._publish(self.version, [await self._in_thread(self._learner.snapshot)])
+        )
         self._publishing.add_done_callback(lambda _: self._floor.wake())
 
     async def _until_published(self) -> None:
@@ -268,12 +272,21 @@ class Run:
             task, self._publishing = self._publishing, None
             await task
 
-    async def _publish(self, version: int, weights: dict[str, Tensor]) -> None:
+    async def _publish(self, version: int, copies: list[dict[str, Tensor]]) -> None:
+        """``copies``: the one of its weights; it is taken out, to be freed once it is written."""
         started = time.monotonic()
         loop = asyncio.get_running_loop()
         before = self.books.admission.published_version
         parent = before if before < version else None  # on resume it is published again
-        manifest = await loop.run_in_executor(self._writer, self._write, version, parent, weights)
+        manifest = PolicyManifest(
+            version,
+            parent,
+            "",
+            self._base_id,
+            tokens_seen=self.books.ledger.totals().fates[Fate.TRAINED],
+            lora_rank=self._settings.lora.rank,
+        )
+        manifest = await loop.run_in_executor(self._writer, self._write, manifest, copies)
         live = Live(version, self._store.folder(version), manifest.sha256)
         published = await self._engine.publish(live)
         self.books.ledger.reprefilled(published.reprefilled)
@@ -286,27 +299,22 @@ class Run:
         seconds = time.monotonic() - started
         self._published = {"publish_seconds": seconds, "stall_seconds": published.stall_s}
 
-    def _write(
-        self, version: int, parent: int | None, weights: dict[str, Tensor]
-    ) -> PolicyManifest:
-        if version in self._store.versions():
-            self._store.remove(version)
-        seen = int(self._learner.trainer.weight_seen)
-        manifest = PolicyManifest(
-            version,
-            parent,
-            "",
-            self._base_id,
-            tokens_seen=seen,
-            lora_rank=self._settings.lora.rank,
-        )
-        return self._store.publish(weights, self._learner.config(), manifest)
+    def _write(self, manifest: PolicyManifest, copies: list[dict[str, Tensor]]) -> PolicyManifest:
+        if manifest.version in self._store.versions():
+            self._store.remove(manifest.version)
+        return self._store.publish(copies.pop(), self._learner.config(), manifest)
 
     async def _after_update(
         self, groups: dict[str, list[Rollout]], report: BatchReport, since: int
     ) -> None:
         """``since``: the version that the batch began with."""
         version, tally = self.version, self._floor.tally
+        trained_as = report.metrics()
+        apart = trained_as.get("mismatch_kl_on_policy", 0.0)
+        if apart > SUSPICIOUS_MISMATCH:
+            log.warning(
+                "trainer and engine disagree on the policy", mismatch_kl_on_policy=round(apart, 4)
+            )
         self._floor.tally = Tally()
         rollouts = [rollout for group in groups.values() for rollout in group]
         before = zip(groups.values(), report.before, strict=True)
@@ -315,7 +323,7 @@ class Run:
         window = self._speed.window(now)
         figures = {
             **tally.metrics(),
-            **report.metrics(),
+            **trained_as,
             **self._speed.figures(window, status, now),
             **staleness(trained),
             **self._published,

@@ -179,7 +179,7 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one():
     for _ in range(4):
         straight.update(draw(straight))
 
-    resumed = make(squares_with_dropout, average_half_life=3.0)
+    resumed = make(squares_with_dropout, schedule=schedule, average_half_life=3.0)
     with torch.no_grad():
         resumed.module.hidden.weight.zero_()
     resumed.load_state(tensors, counters)
@@ -192,6 +192,13 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one():
     assert left[1] == right[1]
     assert left[1]["updates"] == 8
     assert all(torch.equal(left[0][name], right[0][name]) for name in left[0])
+
+
+def test_a_resumed_run_takes_the_options_that_it_is_given_now():
+    tensors, counters = make(schedule=Schedule(warmup=3), max_grad_norm=1.0).state()
+    resumed = make(max_grad_norm=0.25)
+    resumed.load_state(tensors, counters)
+    assert (resumed.schedule, resumed.max_grad_norm) == (Schedule(), 0.25)
 
 
 def test_state_of_another_module_is_refused():

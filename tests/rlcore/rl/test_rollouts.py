@@ -100,7 +100,6 @@ class World:
         for _ in range(updates):
             while not (batch := books.admission.take_batch()):
                 assert await floor.changed(60.0), "nothing happens any more"
-                await asyncio.sleep(0)
             groups = {name: floor.finished.pop(name) for name in batch}
             await asyncio.sleep(draw.uniform(0, 0.02))
             for name, group in groups.items():
@@ -221,6 +220,18 @@ def test_bounds_hold_and_books_balance(seed, steps):
     assert 0 <= min(world.staleness) <= max(world.staleness) <= steps
     assert world.books.admission.version == 8
     world.check_books()
+
+
+def test_the_trainer_does_not_spin_while_the_floor_looks_for_a_task():
+    async def body(world: World) -> None:
+        world.books.chances.takes = lambda question, position: False  # it looks for ever
+        world.floor.wake()
+        assert await world.floor.changed(1.0)
+        assert not await world.floor.changed(0.05)
+        world.floor.wake()
+        assert await world.floor.changed(1.0)
+
+    with_floor(at_random(random.Random(0)), body, weighs=True)
 
 
 def test_groups_run_beside_each_other_up_to_the_concurrency():
