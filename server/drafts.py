@@ -80,11 +80,23 @@ class Drafts:
         """The engine is gone; until there is another one, nothing is swapped."""
         self._swap = None
 
-    def fall_back(self) -> None:
+    async def fall_back(self) -> None:
         """Before an engine starts: while the live version's files are damaged, an earlier one is live.
 
         Raises DraftError when no version is whole.
         """
+        version, manifest = await asyncio.to_thread(self._newest_whole)
+        if version == self.live:
+            return
+        damaged = self.live
+        self.live, self.previous, self._manifest = version, None, manifest
+        self._write_down()
+        self.history.add(version, damaged, "rolled_back", "its files were damaged")
+        log.error("an earlier draft is live", live=version)
+        self._tell()
+
+    def _newest_whole(self) -> tuple[int, DraftManifest]:
+        """The live version if it is whole, else what was live before it, else the newest that is."""
         candidates = [self.live, self.previous, *reversed(self.store.versions())]
         for version in dict.fromkeys(v for v in candidates if v is not None):
             try:
@@ -94,13 +106,7 @@ class Drafts:
                 log.error("a draft version is damaged", version=version, reason=str(error))
                 self._failed(error.reason)
                 continue
-            if version != self.live:
-                damaged = self.live
-                self.live, self.previous, self._manifest = version, None, manifest
-                self._write_down()
-                self.history.add(version, damaged, "rolled_back", "its files were damaged")
-                log.error("an earlier draft is live", live=version)
-            return
+            return version, manifest
         raise DraftError(f"no draft version in {self.store.root} is whole; delete it to start anew")
 
     def manifest(self) -> DraftManifest:
@@ -155,8 +161,7 @@ class Drafts:
                 milliseconds=round(report["seconds"] * 1000),
             )
             self._forget_old()
-        for changed in self.on_change:
-            changed()
+        self._tell()
         return float(report["seconds"])
 
     async def rollback(self) -> float:
@@ -182,6 +187,10 @@ class Drafts:
                 return signature(head + file.read(int.from_bytes(head, "little") % (1 << 27)))
         except OSError as error:
             raise WeightError("unreadable", f"{path.name}: {error.strerror}") from None
+
+    def _tell(self) -> None:
+        for changed in self.on_change:
+            changed()
 
     def _failed(self, reason: str) -> None:
         self.statistics.failed[reason] = self.statistics.failed.get(reason, 0) + 1

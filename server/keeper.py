@@ -47,7 +47,7 @@ class EngineKeeper:
     def __init__(
         self,
         front: Front,
-        arguments: Callable[[], Namespace],
+        arguments: Callable[[], Awaitable[Namespace]],
         start: Callable[[Namespace], PacelineLLM],
         install: Callable[[PacelineLLM], Awaitable[None]],
         remove: Callable[[], None],
@@ -97,7 +97,7 @@ class EngineKeeper:
     async def _start(self) -> None:
         began = time.monotonic()
         try:
-            arguments = await asyncio.to_thread(self._arguments)
+            arguments = await self._arguments()
             self._starting = _in_thread(lambda: self._start_engine(arguments))
             async with asyncio.timeout(START_DEADLINE):
                 self.llm = await asyncio.shield(self._starting)

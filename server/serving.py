@@ -117,8 +117,8 @@ async def serve(
     background.append(purges.run())
     inner = Inner(args, state, feed, purges, front)
 
-    def arguments() -> Namespace:
-        drafts.fall_back()
+    async def arguments() -> Namespace:
+        await drafts.fall_back()
         rates = expected_rates(drafts.manifest())
         return renewed(args, drafts.store.folder(drafts.live), drafts.live, rates)
 

@@ -287,21 +287,24 @@ def damage(store: WeightStore, version: int) -> None:
 def test_an_engine_never_starts_with_a_damaged_version(tmp_path):
     drafts, _ = made(tmp_path)
     asyncio.run(drafts.activate(2))
-    drafts.fall_back()
-    assert drafts.live == 2
+    told: list[int] = []
+    drafts.on_change.append(lambda: told.append(drafts.live))
+    asyncio.run(drafts.fall_back())
+    assert (drafts.live, told) == (2, [])
     damage(drafts.store, 2)
-    drafts.fall_back()
+    asyncio.run(drafts.fall_back())
     assert (drafts.live, drafts.previous) == (0, None)  # what was live before it
+    assert told == [0]
     assert reloaded(drafts).live == 0
     assert drafts.manifest().version == 0
     assert drafts.history.rolled_back().keys() == {2}
     damage(drafts.store, 0)
-    drafts.fall_back()
+    asyncio.run(drafts.fall_back())
     assert drafts.live == 3
     for version in (1, 3):
         damage(drafts.store, version)
     with pytest.raises(DraftError, match=r"no draft version .* is whole; delete it"):
-        drafts.fall_back()
+        asyncio.run(drafts.fall_back())
 
 
 def test_without_an_engine_nothing_is_swapped(tmp_path):

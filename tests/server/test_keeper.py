@@ -43,11 +43,14 @@ class World:
         self.attempts = 0
         self.keeper = EngineKeeper(
             self.front,
-            Namespace,
+            self.arguments,
             self.start,
             self.install,
             self.remove,  # type: ignore[arg-type]
         )
+
+    async def arguments(self) -> Namespace:
+        return Namespace()
 
     def start(self, _: Namespace) -> Engine:
         self.attempts += 1
