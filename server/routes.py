@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
 from rlcore.live_drafts import DraftError
-from rlcore.weights import WeightError
+from rlcore.records.versions import DraftManifest
+from rlcore.weights import WeightError, WeightStore
 from server.access import identity_of, require_admin, require_figures
 from server.model_cores import CoresError, EngineAway
 from server.policy import EngineGone, PolicyError
@@ -36,15 +37,15 @@ async def get_status(request: Request) -> dict[str, Any]:
 
 @router.get("/drafts")
 async def get_drafts(request: Request) -> dict[str, Any]:
-    """Every draft version on disk: its origin, its measures, and its live acceptance so far."""
+    """Every draft version on disk: its origin, its measures, and its live acceptance so far.
+
+    ``damaged`` has those whose manifest cannot be read, and why.
+    """
     require_figures(request)
     state = _state(request)
     acceptance = state.acceptance()
     rolled_back = state.drafts.history.rolled_back()
-    try:
-        manifests = await run_in_threadpool(state.drafts.store.manifests)
-    except WeightError as error:
-        raise HTTPException(500, str(error)) from None
+    manifests, damaged = await run_in_threadpool(_manifests, state.drafts.store)
     return {
         "live": state.drafts.live,
         "previous": state.drafts.previous,
@@ -56,7 +57,19 @@ async def get_drafts(request: Request) -> dict[str, Any]:
             }
             for m in manifests
         ],
+        "damaged": damaged,
     }
+
+
+def _manifests(store: WeightStore) -> tuple[list[DraftManifest], list[dict[str, Any]]]:
+    """Those that can be read, and the versions whose cannot."""
+    manifests, damaged = [], []
+    for version in store.versions():
+        try:
+            manifests.append(store.manifest(version))
+        except WeightError as error:
+            damaged.append({"version": version, "error": str(error)})
+    return manifests, damaged
 
 
 class PolicyVersion(BaseModel):
