@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import sys
+from typing import Any
 
 from rlcore.log import get_logger
 
@@ -40,21 +41,24 @@ class LearnerProcess:
         try:
             while True:
                 started = loop.time()
-                # A group of its own: Ctrl-C in a terminal is the server's to pass on, when it has drained.
-                self._process = await asyncio.create_subprocess_exec(
-                    *self._command, process_group=0
-                )
-                code = await self._process.wait()
+                why = await self._once()
                 if loop.time() - started > STABLE_AFTER:
                     delay = FIRST_RESTART
-                log.warning(
-                    "the learner ended; serving goes on", exit_code=code, restart_in_s=delay
-                )
+                log.warning("the learner ended; serving goes on", **why, restart_in_s=delay)
                 await asyncio.sleep(delay)
                 delay = min(LONGEST_RESTART, delay * 2)
                 self.restarts += 1
         finally:
             await self._stop()
+
+    async def _once(self) -> dict[str, Any]:
+        """From its start to its end, and why that came."""
+        try:
+            # A group of its own: Ctrl-C in a terminal is the server's to pass on, when it has drained.
+            self._process = await asyncio.create_subprocess_exec(*self._command, process_group=0)
+        except OSError as error:  # no memory or no process left for it just now
+            return {"reason": f"it could not be started: {error.strerror}"}
+        return {"exit_code": await self._process.wait()}
 
     def kill(self) -> None:
         """At once: nothing is written any more."""
