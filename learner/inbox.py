@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import zmq
@@ -25,6 +26,9 @@ from rlcore.transport import (
 )
 from rlcore.weights import WeightError, WeightStore
 
+REMEMBERED_FOR = 60.0
+"""Seconds without a hello after which a server is not told anything any more; it says one every two."""
+
 TraceCheck = Callable[[VerifyTrace], None]
 """Raises RecordError for a trace that does not belong to this learner."""
 
@@ -47,7 +51,8 @@ class Inbox:
             max_frame_bytes=MAX_WEIGHT_FRAME_BYTES,
             curve=curve,
         )
-        self._servers: dict[bytes, None] = {}
+        self._servers: dict[bytes, float] = {}
+        """When each last said hello; one that connects again is another one."""
         self.rejected: dict[str, int] = {}
 
     def wait(self, milliseconds: int) -> None:
@@ -90,8 +95,12 @@ class Inbox:
         return taken
 
     def accept(self, server: bytes) -> None:
-        """From now on ``tell_all`` reaches this server too."""
-        self._servers[server] = None
+        """From now on ``tell_all`` reaches this server too, as long as it says hello."""
+        now = time.monotonic()
+        self._servers[server] = now
+        gone = [s for s, heard in self._servers.items() if now - heard > REMEMBERED_FOR]
+        for one in gone:
+            del self._servers[one]
 
     def reject(self, reason: str) -> None:
         self.rejected[reason] = self.rejected.get(reason, 0) + 1
