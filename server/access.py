@@ -33,7 +33,8 @@ STATE_IDENTITY = "paceline_identity"
 STATE_LEASE = "paceline_lease"
 
 OPEN = ("/dashboard",)
-"""Needs no key: a static page, which asks for the key itself."""
+"""Needs no key: a static page, which asks for the key itself. Nor does a browser's preflight of any route,
+which carries none: vLLM's CORS middleware answers it, and nothing behind that is reached."""
 
 INFERENCE = (
     "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/embeddings",
@@ -294,9 +295,16 @@ def lease_of(scope: Scope) -> Lease | None:
 
 
 def _is_open(scope: Scope) -> bool:
-    if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
+    if scope["type"] != "http":
         return False
-    return _below(scope["path"], OPEN)
+    if scope["method"] == "OPTIONS":
+        return _is_preflight(dict(scope["headers"]))
+    return scope["method"] in ("GET", "HEAD") and _below(scope["path"], OPEN)
+
+
+def _is_preflight(headers: dict[bytes, bytes]) -> bool:
+    """As starlette's CORSMiddleware tells one."""
+    return b"origin" in headers and b"access-control-request-method" in headers
 
 
 def _counts(scope: Scope) -> bool:

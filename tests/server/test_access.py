@@ -14,6 +14,7 @@ import pytest
 from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.middleware.cors import CORSMiddleware
 
 from server import access
 from server.access import (
@@ -75,6 +76,41 @@ def test_no_path_and_no_method_passes_without_the_key(path, method, given_key):
     error = json.loads(sent[1]["body"])["error"]
     assert error["code"] == "invalid_api_key"
     assert error["message"]
+
+
+def behind_cors(gate: Gate) -> tuple[Access, list[str]]:
+    """vLLM's middleware for it around an app that notes what it is asked."""
+    asked: list[str] = []
+
+    async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        asked.append(scope["method"])
+        await anything(scope, receive, send)
+
+    allowed = CORSMiddleware(app, allow_origins=["https://app.example"], allow_headers=["*"])
+    return guard(allowed, gate), asked
+
+
+def preflight(origin: str) -> dict[str, Any]:
+    return http(method="OPTIONS", origin=origin, access_control_request_method="GET")
+
+
+def test_a_preflight_needs_no_key_and_reaches_nothing():
+    app, asked = behind_cors(Gate(api_key=KEY))
+    sent = asyncio.run(call(app, preflight("https://app.example")))
+    assert sent[0]["status"] == 200
+    assert dict(sent[0]["headers"])[b"access-control-allow-origin"] == b"https://app.example"
+    assert asyncio.run(call(app, preflight("https://evil.example")))[0]["status"] == 400
+    for rest in ({"origin": "https://app.example"}, {"access_control_request_method": "GET"}):
+        assert asyncio.run(call(app, http(method="OPTIONS", **rest)))[0]["status"] == 401
+    named = http(origin="https://app.example", access_control_request_method="GET")
+    assert asyncio.run(call(app, named))[0]["status"] == 401
+    assert asked == []
+
+
+def test_a_preflight_from_elsewhere_is_refused_where_there_are_no_keys():
+    app, asked = behind_cors(Gate())
+    assert asyncio.run(call(app, preflight("https://app.example")))[0]["status"] == 403
+    assert asked == []
 
 
 @given(PATHS, METHODS)
