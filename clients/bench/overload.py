@@ -218,8 +218,8 @@ def show(report: dict[str, Any]) -> None:
     say = common.console.print
     say(
         f"capacity {report['capacity_per_s']:.2f} requests/s; offered {figured.offered_per_s:.2f} "
-        f"({figured.offered_over_capacity:.1f}x), served {figured.served_per_s:.2f} "
-        f"({figured.served_over_capacity:.2f}x); answers {figured.statuses}"
+        f"({figured.offered_over_capacity:.1f}x, at most {figured.busiest_second} in a second), "
+        f"served {figured.served_per_s:.2f} ({figured.served_over_capacity:.2f}x); answers {figured.statuses}"
     )
     rows = []
     for name in ("first_token_s", "latency_s", "refusal_s", "retry_after_s"):

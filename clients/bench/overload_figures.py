@@ -60,6 +60,8 @@ class Memory(msgspec.Struct, frozen=True):
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
     offered_per_s: float
     offered_over_capacity: float
+    busiest_second: int
+    """Requests that were offered in it: many times the mean, and the load came in waves."""
     served_per_s: float
     """Complete answers that ended while the load lasted, over its length."""
     served_over_capacity: float
@@ -125,10 +127,12 @@ def figures(
     others = [e for e in events if e.status != 429 and not (e.status == 200 and e.complete)]
     offered = sum(e.started < end for e in events) / seconds
     rate = sum(e.ended < end for e in served) / seconds
+    by_second = Counter(int(e.started - begun) for e in events)
     statuses: Counter[str] = Counter(str(e.status or "no answer") for e in events)
     return Figures(
         offered_per_s=offered,
         offered_over_capacity=offered / capacity,
+        busiest_second=max(by_second.values(), default=0),
         served_per_s=rate,
         served_over_capacity=rate / capacity,
         statuses=dict(sorted(statuses.items())),

@@ -132,6 +132,7 @@ def test_a_run_sees_the_capacity_the_refusals_and_the_recovery(tmp_path: Path) -
     found = report["figures"]
     assert report["capacity_per_s"] < 6
     assert found.offered_over_capacity > 2
+    assert found.busiest_second < 2.5 * found.offered_per_s  # no waves
     assert 0.2 < found.served_over_capacity < 2
     assert found.refused_rightly > found.served > 10
     assert (found.refused_wrongly, found.broken, found.health_failures) == (0, 0, 0)
