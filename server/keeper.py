@@ -99,15 +99,17 @@ class EngineKeeper:
         try:
             arguments = await self._arguments()
             self._starting = _in_thread(lambda: self._start_engine(arguments))
-            async with asyncio.timeout(START_DEADLINE):
+            async with asyncio.timeout(START_DEADLINE) as whole:
                 self.llm = await asyncio.shield(self._starting)
                 await self._put_to_use(self.llm)
         except PacelineError:
             raise
-        except TimeoutError:
-            kill_engine_processes()
-            raise ServeError(f"the engine did not start within {START_DEADLINE:.0f} s") from None
         except Exception as error:
+            if isinstance(error, TimeoutError) and whole.expired():
+                kill_engine_processes()
+                raise ServeError(
+                    f"the engine did not start within {START_DEADLINE:.0f} s"
+                ) from None
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ServeError(
                 f"the engine did not start: {reason} (its own words are above)"

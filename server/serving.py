@@ -26,7 +26,7 @@ from server.drafts import Drafts
 from server.engine_link import EngineLink
 from server.feed import Feed
 from server.front import READY, Front
-from server.keeper import EngineKeeper
+from server.keeper import EngineKeeper, ServeError
 from server.keyring import KeyRing
 from server.learner_link import LearnerLink
 from server.learner_process import LearnerProcess
@@ -126,7 +126,12 @@ async def serve(
         await llm.update_weight_version(str(TARGET_VERSION))
         await policy.restore(swapper(llm))
         await cores.connect(allotter(llm))
-        await engine_link.wait_for_worker(WORKER_DEADLINE)
+        try:
+            await engine_link.wait_for_worker(WORKER_DEADLINE)
+        except TimeoutError:
+            raise ServeError(
+                f"the engine is up, but its worker has not reported within {WORKER_DEADLINE:.0f} s"
+            ) from None
         connect(llm, drafts, policy, engine_link, ended)
         served.connect(llm.served)
         await inner.install(llm)

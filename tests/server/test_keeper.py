@@ -140,6 +140,23 @@ def test_an_engine_that_dies_while_it_is_put_to_use_is_replaced():
     asyncio.run(run())
 
 
+def test_what_takes_too_long_is_named(monkeypatch: pytest.MonkeyPatch):
+    async def times_out(engine: Engine) -> None:
+        raise TimeoutError("a call to the engine took too long")
+
+    async def never(engine: Engine) -> None:
+        await asyncio.Event().wait()
+
+    world = World()
+    world.keeper._install = times_out
+    with pytest.raises(ServeError, match="did not start: a call to the engine took too long"):
+        asyncio.run(world.keeper.run())
+    monkeypatch.setattr(keeper_module, "START_DEADLINE", 0.05)
+    world.keeper._install = never
+    with pytest.raises(ServeError, match="did not start within 0 s"):
+        asyncio.run(world.keeper.run())
+
+
 def test_an_engine_that_is_starting_is_ended_with_the_server(monkeypatch: pytest.MonkeyPatch):
     killed = threading.Event()
     monkeypatch.setattr(keeper_module, "kill_engine_processes", killed.set)
