@@ -88,6 +88,7 @@ class Purges:
         self._clock = clock
         self._open = {purge.tenant: _Open(purge) for purge in _load(path)}
         self._writing = threading.Lock()
+        self._closing: set[asyncio.Task[None]] = set()
         if link is not None:
             link.on_purged.append(self._hear)
 
@@ -158,12 +159,19 @@ class Purges:
                         future.set_exception(PurgeDelayed(f"{answer.error}; it is tried again"))
                 continue
             del self._open[tenant]
-            self._remember()
-            counts = msgspec.structs.asdict(answer.deleted)
-            log.info("a tenant's traces are purged", **counts)
-            for future in waiting:
-                if not future.done():
-                    future.set_result(answer.deleted)
+            closing = asyncio.ensure_future(self._close(answer.deleted, waiting))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    async def _close(
+        self, deleted: PurgeCounts, waiting: list[asyncio.Future[PurgeCounts]]
+    ) -> None:
+        # The disk has to confirm it, and the loop streams tokens meanwhile.
+        await asyncio.to_thread(self._remember)
+        log.info("a tenant's traces are purged", **msgspec.structs.asdict(deleted))
+        for future in waiting:
+            if not future.done():
+                future.set_result(deleted)
 
 
 def has_traces(home: Home) -> bool:

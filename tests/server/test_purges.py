@@ -122,6 +122,20 @@ def test_orders_of_several_tenants_at_the_same_time_are_all_remembered(tmp_path,
     assert sorted(purge.tenant for purge in again.pending) == list("abcd")
 
 
+def test_the_disk_never_holds_up_the_loop(tmp_path, monkeypatch):
+    save, writers = module._save, []
+
+    def noted(path: Path, purges: list[Purge]) -> None:
+        writers.append(threading.current_thread())
+        save(path, purges)
+
+    monkeypatch.setattr(module, "_save", noted)
+    purges, _ = made(tmp_path, Learner())
+    asyncio.run(purges.purge("a"))
+    assert len(writers) == 2
+    assert threading.main_thread() not in writers
+
+
 def test_without_a_learner_there_is_nothing_to_purge_unless_one_left_something(tmp_path):
     purges, _ = made(tmp_path, None)
     assert asyncio.run(purges.purge("a")) == PurgeCounts()
