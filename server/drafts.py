@@ -62,6 +62,8 @@ class Drafts:
         self.on_change: list[Callable[[], None]] = []
         self._lock = asyncio.Lock()
         self._swap: Swap | None = None
+        self._swapping: asyncio.Task[float] | None = None
+        """The last swap that the present engine was asked for."""
         self._manifest = store.manifest(state.live)
 
     @classmethod
@@ -74,7 +76,7 @@ class Drafts:
 
     def connect(self, swap: Swap) -> None:
         """Give it the engine."""
-        self._swap = swap
+        self._swap, self._swapping = swap, None
 
     def disconnect(self) -> None:
         """The engine is gone; until there is another one, nothing is swapped."""
@@ -122,6 +124,8 @@ class Drafts:
         ``cause`` and ``reason`` go into the history.
         """
         async with self._lock:
+            if self._swapping is not None and not self._swapping.done():
+                raise DraftError("the engine has not answered the last swap yet")
             if version == self.live:
                 return 0.0
             try:
@@ -131,36 +135,50 @@ class Drafts:
                 raise DraftError(f"draft version {version} was refused: {error}") from None
             if self._swap is None:
                 raise DraftError("the engine is not up yet")
-            folder = str(self.store.folder(version))
+            # Not given up with the wait for it: the engine may swap later, and is believed then.
+            self._swapping = asyncio.ensure_future(
+                self._swap_by(self._swap, version, manifest, cause, reason)
+            )
             try:
                 async with asyncio.timeout(SWAP_DEADLINE):
-                    rates = expected_rates(manifest)
-                    report = await self._swap(folder, manifest.sha256, version, rates)
+                    return await asyncio.shield(self._swapping)
             except TimeoutError:
                 self._failed("deadline")
                 raise DraftError(
-                    f"the engine did not answer within {SWAP_DEADLINE:.0f} s"
+                    f"the engine did not answer within {SWAP_DEADLINE:.0f} s; if it swaps later, the "
+                    "history says so"
                 ) from None
-            except Exception as error:  # whatever vLLM raises when its engine is gone
-                self._failed("engine")
-                raise DraftError(f"the engine could not be asked: {error}") from error
-            if report["error"] is not None:
-                self._failed(report["reason"])
-                raise DraftError(f"draft version {version} was refused: {report['error']}")
-            self.previous, self.live, self._manifest = self.live, version, manifest
-            self._write_down()
-            self.history.add(version, self.previous, cause, reason)
-            self.statistics.count += 1
-            self.statistics.last_seconds = report["seconds"]
-            self.statistics.seconds_sum += report["seconds"]
-            log.info(
-                "draft swapped",
-                live=version,
-                previous=self.previous,
-                cause=cause,
-                milliseconds=round(report["seconds"] * 1000),
-            )
-            self._forget_old()
+
+    async def _swap_by(
+        self, swap: Swap, version: int, manifest: DraftManifest, cause: Cause, reason: str
+    ) -> float:
+        """Ask the engine, and make live what it has made live; raises DraftError."""
+        folder = str(self.store.folder(version))
+        try:
+            report = await swap(folder, manifest.sha256, version, expected_rates(manifest))
+        except Exception as error:  # whatever vLLM raises when its engine is gone
+            self._failed("engine")
+            raise DraftError(f"the engine could not be asked: {error}") from error
+        if report["error"] is not None:
+            self._failed(report["reason"])
+            raise DraftError(f"draft version {version} was refused: {report['error']}")
+        if self._swap is not swap:
+            self._failed("engine")
+            raise DraftError("the engine died after it swapped; the next one starts as before")
+        self.previous, self.live, self._manifest = self.live, version, manifest
+        self._write_down()
+        self.history.add(version, self.previous, cause, reason)
+        self.statistics.count += 1
+        self.statistics.last_seconds = report["seconds"]
+        self.statistics.seconds_sum += report["seconds"]
+        log.info(
+            "draft swapped",
+            live=version,
+            previous=self.previous,
+            cause=cause,
+            milliseconds=round(report["seconds"] * 1000),
+        )
+        self._forget_old()
         self._tell()
         return float(report["seconds"])
 

@@ -180,6 +180,46 @@ def test_an_engine_that_does_not_answer_is_given_up_at_the_deadline(tmp_path, mo
     assert drafts.live == 1
 
 
+def test_a_swap_that_is_done_after_its_deadline_is_live_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(drafts_module, "SWAP_DEADLINE", 0.05)
+    drafts, engine = made(tmp_path)
+    told: list[int] = []
+    drafts.on_change.append(lambda: told.append(drafts.live))
+
+    async def run() -> None:
+        answers = asyncio.Event()
+
+        async def late(folder: str, sha256: str, version: int, rates: Any) -> dict[str, Any]:
+            await answers.wait()
+            return await engine.swap(folder, sha256, version, rates)
+
+        drafts.connect(late)
+        with pytest.raises(DraftError, match="did not answer"):
+            await drafts.activate(1)
+        with pytest.raises(DraftError, match="not answered the last swap"):
+            await drafts.activate(2)
+        assert (drafts.live, told) == (0, [])
+        answers.set()
+        await asyncio.sleep(0.02)
+        assert (drafts.live, drafts.previous, told, engine.swapped) == (1, 0, [1], [1])
+        await drafts.activate(2)
+
+    asyncio.run(run())
+    assert [change.version for change in drafts.history.changes] == [1, 2]
+    assert reloaded(drafts).live == 2
+
+
+def test_what_a_dead_engine_swapped_is_not_live(tmp_path):
+    drafts, engine = made(tmp_path)
+
+    async def dies(folder: str, sha256: str, version: int, rates: Any) -> dict[str, Any]:
+        drafts.disconnect()
+        return await engine.swap(folder, sha256, version, rates)
+
+    drafts.connect(dies)
+    refused(drafts, 1, "died after it swapped")
+
+
 def test_a_dead_engine_changes_nothing_and_leaves_no_lock(tmp_path):
     drafts, engine = made(tmp_path)
     engine.crash = True
