@@ -69,6 +69,8 @@ class Identity:
     """Its key excludes it, whatever the tenant's rules and the request say."""
     ranked: bool = False
     """Whether priorities are in force."""
+    came: float = field(default_factory=time.monotonic, compare=False)
+    """When its request came, before its body."""
 
     @property
     def admin(self) -> bool:

@@ -35,7 +35,7 @@ from server.feed import Feed
 from server.front import Front
 from server.middleware import DraftAccount
 from server.policy import Policy
-from server.purges import EndClock, Purges
+from server.purges import Purges
 from server.routes import router
 from server.routes_feed import router as feed_router
 from server.routes_tenants import router as tenants_router
@@ -121,7 +121,7 @@ class Inner:
 
 
 def connect(
-    llm: PacelineLLM, drafts: Drafts, policy: Policy, link: EngineLink, ended: EndClock
+    llm: PacelineLLM, drafts: Drafts, policy: Policy, link: EngineLink, purges: Purges
 ) -> None:
     """Give the drafts and the policy their engine, and the engine's request ends their link."""
 
@@ -132,8 +132,9 @@ def connect(
         return (failed or reports)[0]
 
     def on_end(request_id: str, output_tokens: int, ticket: Ticket) -> None:
-        now = ended.now()
-        link.send_end(RequestEnd(request_id, output_tokens, ticket.tenant, ticket.learn, now))
+        learn = ticket.learn and not purges.covers(ticket.tenant, ticket.came)
+        now = purges.clock.now()
+        link.send_end(RequestEnd(request_id, output_tokens, ticket.tenant, learn, now))
 
     llm.on_end = on_end
     drafts.connect(swap)

@@ -100,6 +100,7 @@ def _ticket(scope: Scope, headers: dict[bytes, bytes]) -> Ticket:
         learn=identity.learns(None if wish is None else wish.lower() in TRUE),
         priority=identity.rules.priority if identity.ranked else None,
         charge=None if lease is None else lease.charge,
+        came=identity.came,
     )
 
 

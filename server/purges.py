@@ -70,7 +70,7 @@ class _Open:
 class Purges:
     """``link`` is None where there is no learner; ``kept`` then says whether an earlier one left traces.
 
-    ``forget`` has the engine drop what it holds of a tenant, and learn nothing from what it is doing.
+    ``forget`` has the engine drop what it holds of a tenant's ended requests; ``clock`` says when one ended.
     """
 
     def __init__(
@@ -85,7 +85,9 @@ class Purges:
         self._link = link
         self._kept = kept
         self._forget = forget
-        self._clock = clock
+        self.clock = clock
+        self._ordered: dict[str, float] = {}
+        """When each tenant was last purged, monotonic seconds."""
         self._open = {purge.tenant: _Open(purge) for purge in _load(path)}
         self._writing = threading.Lock()
         self._closing: set[asyncio.Task[None]] = set()
@@ -102,8 +104,9 @@ class Purges:
 
         Raises PurgeDelayed when the learner does not say so in time.
         """
+        self._ordered[tenant] = time.monotonic()
         self._forget(tenant)
-        order = Purge(secrets.token_hex(8), tenant, self._clock.now())
+        order = Purge(secrets.token_hex(8), tenant, self.clock.now())
         if self._link is None and not self._kept():
             return PurgeCounts()
         one = self._open.setdefault(tenant, _Open(order))
@@ -127,6 +130,13 @@ class Purges:
         finally:
             if done in one.waiting:
                 one.waiting.remove(done)
+
+    def covers(self, tenant: str, came: float) -> bool:
+        """Whether a request was under way, if only its body, when its tenant's traces were purged.
+
+        Nothing of it is kept, however late it ends. ``came``: monotonic seconds.
+        """
+        return came <= self._ordered.get(tenant, -math.inf)
 
     async def run(self) -> None:
         """Give the open orders again and again; cancel to stop."""

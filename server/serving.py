@@ -65,7 +65,6 @@ async def serve(
     )
     stop = Stop()
     gate = gate_of(settings)
-    ended = EndClock()
     engine_link = EngineLink(link_endpoint)
     background = [engine_link.run()]
     options = EngineOptions.from_config(args.additional_config)
@@ -105,14 +104,13 @@ async def serve(
     feed = Feed(state)
     background.append(feed.run())
 
-    def forget(tenant: str) -> None:
-        if keeper.llm is not None:
-            keeper.llm.forget(tenant)
-        engine_link.forget(tenant)
-
     home = Home(settings.home)
     purges = Purges(
-        home.learner / OPEN_PURGES, learner_link, lambda: has_traces(home), forget, ended
+        home.learner / OPEN_PURGES,
+        learner_link,
+        lambda: has_traces(home),
+        engine_link.forget,
+        EndClock(),
     )
     background.append(purges.run())
     inner = Inner(args, state, feed, purges, front)
@@ -132,7 +130,7 @@ async def serve(
             raise ServeError(
                 f"the engine is up, but its worker has not reported within {WORKER_DEADLINE:.0f} s"
             ) from None
-        connect(llm, drafts, policy, engine_link, ended)
+        connect(llm, drafts, policy, engine_link, purges)
         served.connect(llm.served)
         await inner.install(llm)
         running = llm.vllm_config.scheduler_config.max_num_seqs

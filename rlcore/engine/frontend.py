@@ -46,6 +46,8 @@ class Ticket:
     """The tenant's, lower is sooner; None leaves each request the one that its body names."""
     charge: Callable[[int], None] | None = None
     """Told of tokens, prompt and output, when they are known."""
+    came: float = 0.0
+    """When the server began to take the request in, monotonic seconds."""
     adapter: str = ""
     """That the request names as its model."""
     engine_ids: list[str] = field(default_factory=list)
@@ -167,12 +169,6 @@ class RequestLedger(OutputProcessor):
             self._served.end(ticket.tenant, tokens)
             self._on_end(state.request_id, tokens, ticket)
 
-    def forget(self, tenant: str) -> None:
-        """Nothing of this tenant's requests under way is learned from."""
-        for ticket in self._tickets.values():
-            if ticket.tenant == tenant:
-                ticket.learn = False
-
     def served(self) -> dict[str, ServedCount]:
         """By tenant: what clients were given so far, and the requests under way."""
         return self._served.now(
@@ -239,11 +235,6 @@ class PacelineLLM(AsyncLLM):
         """By tenant: the output tokens that clients were given so far, and the requests under way."""
         processor = self.output_processor
         return processor.served() if isinstance(processor, RequestLedger) else {}
-
-    def forget(self, tenant: str) -> None:
-        """Nothing of this tenant's requests under way is learned from."""
-        if isinstance(self.output_processor, RequestLedger):
-            self.output_processor.forget(tenant)
 
     def stop_engine(self, reason: str) -> None:
         """The engine ends at its next step, with ``reason``; whether it can be asked is not waited for."""

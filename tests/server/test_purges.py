@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,12 +18,20 @@ from hypothesis import strategies as st
 
 from learner.inbox import Inbox
 from rlcore.curve import curve_client, curve_server, make_pair
+from rlcore.engine.frontend import current_ticket
+from rlcore.records.engine_link import RequestEnd
 from rlcore.records.learner_link import Hello, LearnerMessage, Purge, PurgeCounts, Purged
 from rlcore.transport import learner_endpoints
 from server import purges as module
+from server.access import Access, Gate
+from server.app import connect
+from server.keys import KeyEntry, TenantRules, digest_of
 from server.learner_link import LearnerLink
+from server.middleware import DraftAccount
 from server.purges import EndClock, PurgeDelayed, Purges
+from server.quotas import Quotas
 from tests.e2e.tap import two_free_ports
+from tests.server.asgi import http
 
 
 class Learner:
@@ -134,6 +143,55 @@ def test_the_disk_never_holds_up_the_loop(tmp_path, monkeypatch):
     asyncio.run(purges.purge("a"))
     assert len(writers) == 2
     assert threading.main_thread() not in writers
+
+
+@pytest.mark.parametrize("learner", [True, False])
+def test_what_was_under_way_at_a_purge_is_kept_out_and_what_comes_later_is_not(tmp_path, learner):
+    purges, _ = made(tmp_path, Learner() if learner else None)
+    before = time.monotonic()
+    assert not purges.covers("a", before)
+    asyncio.run(purges.purge("a"))
+    assert purges.covers("a", before)
+    assert not purges.covers("b", before)
+    assert not purges.covers("a", time.monotonic())
+
+
+def test_a_request_that_uploads_during_a_purge_ends_without_learning(tmp_path):
+    """From its head to what the engine is told of its end; its body is read before it has a ticket."""
+    purges, _ = made(tmp_path, Learner())
+    llm, link = mock.Mock(), mock.Mock()
+    connect(llm, mock.Mock(), mock.Mock(), link, purges)
+
+    async def generate(scope: Any, receive: Any, send: Any) -> None:
+        ticket = current_ticket.get()
+        assert ticket is not None
+        llm.on_end("r", 3, ticket)
+
+    drafts, policy = mock.Mock(live=0), mock.Mock(live=0)
+    app = Access(DraftAccount(generate, drafts, policy, mock.Mock()), _limited(), Quotas())
+
+    async def asked(purged: bool) -> bool:
+        async def receive() -> dict[str, Any]:
+            if purged:
+                await purges.purge("default")
+            return {"type": "http.request", "body": b"{}", "more_body": False}
+
+        await app(http("/v1/completions", "POST", authorization="Bearer k"), receive, mock.Mock())
+        end: RequestEnd = link.send_end.call_args.args[0]
+        return end.learn
+
+    async def run() -> list[bool]:
+        return [await asked(purged) for purged in (False, True, False)]
+
+    assert asyncio.run(run()) == [True, False, True]
+
+
+def _limited() -> Gate:
+    """A quota of tokens has the body read first."""
+    ring = mock.Mock()
+    ring.rules.return_value = TenantRules(tokens_per_minute=1_000_000)
+    ring.find.return_value = KeyEntry(sha256=digest_of("k"), role="tenant")
+    return Gate(ring=ring)
 
 
 def test_without_a_learner_there_is_nothing_to_purge_unless_one_left_something(tmp_path):

@@ -83,11 +83,3 @@ def test_the_prompt_is_charged_once_for_all_choices_and_the_output_at_each_ones_
     ledger.abort_requests([state.request_id for state in states], internal=True)
     assert len(ended) == 3
     assert charged == [5, 0, 0, 0]
-
-
-def test_what_is_forgotten_ends_without_learning_and_nobody_else_does(ledger, ended):
-    for tenant in ("a", "b"):
-        submitted(ledger, Ticket(tenant), tenant)
-    ledger.forget("a")
-    ledger.abort_requests(list(ledger.request_states), internal=True)
-    assert {ticket.tenant: ticket.learn for _, _, ticket in ended} == {"a": False, "b": True}
