@@ -140,12 +140,20 @@ class Draft(DraftManifest, frozen=True, kw_only=True):
     rolled_back: str | None = None
 
 
+class DamagedDraft(msgspec.Struct, kw_only=True):
+    """A version whose manifest cannot be read."""
+
+    version: int
+    error: str
+
+
 class Drafts(msgspec.Struct, kw_only=True):
     """``GET /v1/paceline/drafts``."""
 
     live: int
     previous: int | None
     drafts: list[Draft]
+    damaged: list[DamagedDraft] = []
 
 
 class Changes(msgspec.Struct, kw_only=True):
