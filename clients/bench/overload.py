@@ -32,7 +32,7 @@ import httpx
 from clients.bench import common
 from clients.bench.overload_figures import Reading, figures
 from clients.bench.overload_load import events_in, start_locust, wait_for_first
-from clients.bench.processes import engine_of, tree_memory
+from clients.bench.processes import engine_of, memory_by_part
 from clients.load import LoadOptions, make_client, run_load, send, served_model
 from clients.process import ServerProcess
 from clients.summary import served
@@ -135,10 +135,13 @@ async def watch(server: ServerProcess, begun: float, readings: list[Reading]) ->
             with suppress(httpx.HTTPError):  # the reading says that there was no answer
                 health = (await client.get("/health")).status_code
             seconds = time.time() - asked
-            memory = await asyncio.to_thread(tree_memory, server.pid)
+            parts = await asyncio.to_thread(memory_by_part, server.pid)
             readings.append(
-                Reading(at=asked - begun, memory=memory, health=health, health_s=seconds)
-            )
+                Reading(
+                    at=asked - begun, memory=sum(parts.values()), parts=parts, health=health,
+                    health_s=seconds,
+                )
+            )  # fmt: skip
             await asyncio.sleep(READ_EVERY_S)
 
 
@@ -183,8 +186,15 @@ async def measure(args: argparse.Namespace, server: ServerProcess, folder: Path)
         if process.returncode is None:
             process.kill()
             await process.wait()
+    parts = memory_by_part(server.pid)
     readings.append(
-        Reading(at=time.time() - begun, memory=tree_memory(server.pid), health=200, health_s=0.0)
+        Reading(
+            at=time.time() - begun,
+            memory=sum(parts.values()),
+            parts=parts,
+            health=200,
+            health_s=0.0,
+        )
     )
     return {
         "capacity_per_s": capacity,
@@ -230,7 +240,8 @@ def show(report: dict[str, Any]) -> None:
     memory = figured.memory
     say(
         f"memory MiB: start {memory.start >> 20}, peak {memory.peak >> 20}, end {memory.end >> 20}, "
-        f"growth from the second quarter to the last {memory.late_growth >> 20}"
+        f"growth from the second quarter to the last {memory.late_growth >> 20}, by part "
+        f"{ ({part: size >> 20 for part, size in memory.late_growth_by_part.items()}) }"
     )
     say(
         f"429: {figured.refused_rightly} right, {figured.refused_wrongly} wrong; broken streams "

@@ -34,6 +34,8 @@ class Reading(msgspec.Struct, kw_only=True):
     at: float
     memory: int
     """Bytes of its process tree."""
+    parts: dict[str, int] = {}
+    """The same by part (``memory_by_part``)."""
     health: int | None
     """Status of GET /health; None for no answer."""
     health_s: float
@@ -55,6 +57,7 @@ class Memory(msgspec.Struct, frozen=True):
     peak: int
     end: int
     late_growth: int
+    late_growth_by_part: dict[str, int]
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,11 +108,17 @@ def memory_of(readings: Sequence[Reading], seconds: float) -> Memory | None:
     """None without readings. A growth needs readings in both quarters; without them it is 0."""
     if not readings:
         return None
-    second = [r.memory for r in readings if seconds / 4 <= r.at < seconds / 2]
-    last = [r.memory for r in readings if 3 * seconds / 4 <= r.at < seconds]
+    middle = [r for r in readings if seconds / 4 <= r.at < seconds / 2]
+    late = [r for r in readings if 3 * seconds / 4 <= r.at < seconds]
+    second, last = [r.memory for r in middle], [r.memory for r in late]
+    parts = sorted({part for r in late for part in r.parts}) if middle else []
+    by_part = {
+        part: max(r.parts.get(part, 0) for r in late) - max(r.parts.get(part, 0) for r in middle)
+        for part in parts
+    }
     growth = max(last) - max(second) if second and last else 0
     every = [r.memory for r in readings]
-    return Memory(every[0], max(every), every[-1], growth)
+    return Memory(every[0], max(every), every[-1], growth, by_part)
 
 
 def figures(

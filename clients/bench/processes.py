@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 
 import psutil
@@ -11,16 +12,27 @@ from clients.process import ServerProcess
 ENGINE = "EngineCore"
 """In the title of vLLM's engine process."""
 
+LEARNER = "learn"
+"""An argument of the learner's."""
 
-def tree_memory(pid: int) -> int:
-    """Bytes; a page that several of them share counts once in all (PSS)."""
-    total = 0
+
+def memory_by_part(pid: int) -> dict[str, int]:
+    """Bytes of ``server``, ``engine`` and ``learner``, each with its children; a page that several
+    processes share counts once in all (PSS)."""
+    parts: Counter[str] = Counter()
     with suppress(psutil.NoSuchProcess):
         leader = psutil.Process(pid)
         for process in (leader, *leader.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):
-                total += process.memory_full_info().pss
-    return total
+                words = process.cmdline()
+                part = "engine" if ENGINE in " ".join(words) else "server"
+                parts["learner" if LEARNER in words else part] += process.memory_full_info().pss
+    return dict(parts)
+
+
+def tree_memory(pid: int) -> int:
+    """Bytes of all of them."""
+    return sum(memory_by_part(pid).values())
 
 
 def engine_of(server: ServerProcess) -> set[int]:

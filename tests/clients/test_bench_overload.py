@@ -70,10 +70,16 @@ def test_a_stream_without_its_end_and_no_answer_are_told() -> None:
 
 def test_memorys_growth_is_that_under_load() -> None:
     sizes = [10, 50, 60, 61, 70, 20]  # the last one after the load
-    readings = [Reading(at=20.0 * i, memory=m, health=200, health_s=0) for i, m in enumerate(sizes)]
+    readings = [
+        Reading(
+            at=20.0 * i, memory=m, parts={"engine": m - i, "learner": i}, health=200, health_s=0
+        )
+        for i, m in enumerate(sizes)
+    ]
     found = memory_of(readings, 100.0)
     assert (found.start, found.peak, found.end) == (10, 70, 20)
     assert found.late_growth == 70 - 60
+    assert found.late_growth_by_part == {"engine": 66 - 58, "learner": 4 - 2}
 
 
 class Slow:
