@@ -191,7 +191,7 @@ class ServeSettings(CommonSettings, ServerEnd, KeepsTraces):
         "Default: all, and a local learner has a part in them; given, a learner has what is left",
     )
     enforce_eager: bool = Field(
-        True, description="No compilation on a CPU (it takes a minute more to start)"
+        True, description="No compilation on a CPU: starts a minute sooner, is a sixth slower"
     )
     policy_lora_rank: int = Field(
         0,

@@ -1,4 +1,7 @@
-"""The server's policy route, as rl-train uses it: in the middle of requests, over HTTP."""
+"""The server's policy route, as rl-train uses it: in the middle of requests, over HTTP.
+
+The engine is compiled here; in ``test_policy_swap`` and ``test_rl_train`` it is not.
+"""
 
 from __future__ import annotations
 
@@ -74,9 +77,9 @@ def test_requests_go_on_through_new_policies_and_each_token_says_which_one_sampl
         flags = [
             "--target", str(embedded_model), "--dtype", "float32", "--speculation", "fixed",
             "--draft", str(tmp_path / "draft"), "--max-model-len", "512", "--learner", tap.base,
-            "--cores", "1",
+            "--cores", "1", "--no-enforce-eager",
         ]  # fmt: skip
-        server = ServerProcess(tmp_path / "home", flags, env=ONE_THREAD, start_deadline_s=240)
+        server = ServerProcess(tmp_path / "home", flags, env=ONE_THREAD, start_deadline_s=480)
         with server, ThreadPoolExecutor(2) as pool:
             served = Served(server, tap, embedded_model, "eagle3")
             assert tap.hello().target_sha256 == ""
