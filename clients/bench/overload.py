@@ -136,12 +136,7 @@ async def watch(server: ServerProcess, begun: float, readings: list[Reading]) ->
                 health = (await client.get("/health")).status_code
             seconds = time.time() - asked
             parts = await asyncio.to_thread(memory_by_part, server.pid)
-            readings.append(
-                Reading(
-                    at=asked - begun, memory=sum(parts.values()), parts=parts, health=health,
-                    health_s=seconds,
-                )
-            )  # fmt: skip
+            readings.append(Reading(at=asked - begun, parts=parts, health=health, health_s=seconds))
             await asyncio.sleep(READ_EVERY_S)
 
 
@@ -187,15 +182,7 @@ async def measure(args: argparse.Namespace, server: ServerProcess, folder: Path)
             process.kill()
             await process.wait()
     parts = memory_by_part(server.pid)
-    readings.append(
-        Reading(
-            at=time.time() - begun,
-            memory=sum(parts.values()),
-            parts=parts,
-            health=200,
-            health_s=0.0,
-        )
-    )
+    readings.append(Reading(at=time.time() - begun, parts=parts, health=200, health_s=0.0))
     return {
         "capacity_per_s": capacity,
         "capacity_tokens_per_s": tokens,
@@ -238,10 +225,10 @@ def show(report: dict[str, Any]) -> None:
     rows.append(["alone_s", 1, report["alone_s"], None, None])
     common.print_table("seconds", ("", "count", "p50", "p95", "max"), rows)
     memory = figured.memory
+    by_part = ", ".join(f"{part} {size >> 20}" for part, size in memory.late_growth_by_part.items())
     say(
         f"memory MiB: start {memory.start >> 20}, peak {memory.peak >> 20}, end {memory.end >> 20}, "
-        f"growth from the second quarter to the last {memory.late_growth >> 20}, by part "
-        f"{ ({part: size >> 20 for part, size in memory.late_growth_by_part.items()}) }"
+        f"growth from the second quarter to the last {memory.late_growth >> 20} ({by_part})"
     )
     say(
         f"429: {figured.refused_rightly} right, {figured.refused_wrongly} wrong; broken streams "

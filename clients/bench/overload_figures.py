@@ -32,13 +32,16 @@ class Reading(msgspec.Struct, kw_only=True):
     """Of the server, while it was under load. ``at``: seconds since the load began."""
 
     at: float
-    memory: int
-    """Bytes of its process tree."""
-    parts: dict[str, int] = {}
-    """The same by part (``memory_by_part``)."""
+    parts: dict[str, int]
+    """Bytes of its processes (``memory_by_part``)."""
     health: int | None
     """Status of GET /health; None for no answer."""
     health_s: float
+
+    @property
+    def memory(self) -> int:
+        """Bytes of them all."""
+        return sum(self.parts.values())
 
 
 class Quantiles(msgspec.Struct, frozen=True):

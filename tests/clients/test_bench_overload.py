@@ -71,9 +71,7 @@ def test_a_stream_without_its_end_and_no_answer_are_told() -> None:
 def test_memorys_growth_is_that_under_load() -> None:
     sizes = [10, 50, 60, 61, 70, 20]  # the last one after the load
     readings = [
-        Reading(
-            at=20.0 * i, memory=m, parts={"engine": m - i, "learner": i}, health=200, health_s=0
-        )
+        Reading(at=20.0 * i, parts={"engine": m - i, "learner": i}, health=200, health_s=0)
         for i, m in enumerate(sizes)
     ]
     found = memory_of(readings, 100.0)
